@@ -1,0 +1,1 @@
+"""Model directory to engine directory. Start reading at api.py."""

@@ -1,0 +1,1 @@
+"""What an engine can be built for, one file each."""

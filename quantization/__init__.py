@@ -1,0 +1,1 @@
+"""Weights and KV cache to fewer bits."""

@@ -1,0 +1,1 @@
+"""Runs and serves engines. Never imports torch, onnx, transformers or the compiler."""

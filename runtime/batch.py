@@ -1,0 +1,45 @@
+"""What the scheduler hands to an executor for one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step, packed: those of sequence s are ``cu_seqlens[s]:cu_seqlens[s + 1]``.
+
+    Row r of a sequence is written to cache position ``num_computed[s] + r``, that is to slot ``position % block_size`` of
+    block ``block_tables[s, position // block_size]``. All arrays are C-contiguous.
+    """
+
+    input_ids: Int32
+    """[T] token ids."""
+    position_ids: Int32
+    """[T] positions for rope, windows and ALiBi; they differ from cache positions only under a tree mask."""
+    logit_rows: Int32
+    """[N] rows whose logits are computed."""
+    cu_seqlens: Int32
+    """[S + 1] cumulative row counts."""
+    num_computed: Int32
+    """[S] tokens of each sequence that are in the cache already."""
+    block_tables: Int32
+    """[S, max_blocks] block ids; unused entries are 0."""
+    tree_mask: NDArray[np.uint64] | None = None
+    """[T, words] bit j of row r: new row j of the same sequence is an ancestor of r, or r itself. None: causal."""
+    state_slots: Int32 | None = None
+    """[S] where each sequence keeps the state of recurrent ops. None: the plan has no state."""
+
+
+class Executor(Protocol):
+    """Runs the plan of an engine. The scheduler is tested with a fake one."""
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits [N, vocabulary]; the array is the executor's own and valid until the next step."""
+        ...
