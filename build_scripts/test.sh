@@ -1,0 +1,10 @@
+#!/bin/sh
+# Passes the whole gate on a fresh clone: installs llmc with all it needs into .venv, then lint, types, contracts, tests.
+# Arguments go to pytest.
+set -eu
+cd "$(dirname "$0")/.."
+build_scripts/setup.sh build,dev
+PATH="$PWD/.venv/bin:$PATH"
+export PATH
+build_scripts/check.sh
+exec pytest -q "$@"
