@@ -2,8 +2,9 @@
 
     python build_scripts/bench_peers.py --work /tmp/peers --models smol135m --rounds 5 --json result.json
 
-Makes what it needs in the work folder, each peer in an environment of its own. Run it with the Python of an environment
-that has llmc[build]. Prints the median and the spread (minimum to maximum) of each figure and of the ratio of each round.
+Makes what it needs in the work folder, each peer in an environment of its own. Run it with the Python of an
+environment that has llmc[build]. Prints the median and the spread (minimum to maximum) of each figure and of the ratio
+of each round.
 """
 
 import json

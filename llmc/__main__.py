@@ -23,7 +23,9 @@ COMMANDS = {
 }
 """name: (module:function, one line of help)"""
 
-EPILOG = "Exit codes: 0 ok, 1 user error, 2 usage, 3 gate failed, 4 corrupt or incompatible artifact, 5 out of resources."
+EPILOG = (
+    "Exit codes: 0 ok, 1 user error, 2 usage, 3 gate failed, 4 corrupt or incompatible artifact, 5 out of resources."
+)
 
 
 class LazyGroup(click.Group):

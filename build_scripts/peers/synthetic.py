@@ -1,4 +1,4 @@
-"""Write a model of a given shape with random weights, as a Hugging Face directory and as a GGUF file of the same weights."""
+"""Write a model of a given shape with random weights: a Hugging Face directory, and a GGUF file of the same weights."""
 
 import json
 from pathlib import Path

@@ -18,7 +18,7 @@ class Peer(Protocol):
     vocabulary: int
 
     def generate(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Run all requests at once, greedily and without an early stop; each one's token times (perf_counter seconds)."""
+        """Run all requests at once, greedily, without an early stop; each one's token times (perf_counter seconds)."""
         ...
 
 
