@@ -52,7 +52,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="llmc-engine", prog_name="llmc")
 def cli() -> None:
-    """Compile Hugging Face language models into self-contained engines, and run them.
+    r"""Compile Hugging Face language models into self-contained engines, and run them.
 
     \b
     llmc build model/ -o engine/                         compile
