@@ -8,14 +8,19 @@ and N, the rows whose logits are asked for.
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmc.errors import EngineError
 
-Attribute = int | float | str | bool
+Attribute = bool | int | float | str
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
+"""The dtypes of values, and the bytes of an element."""
+
+MAX_DIMS = 8
+"""Axes that a value may have (kMaxDims of plugins/csrc/kernel.h)."""
 
 BATCH_INPUTS = ("input_ids", "position_ids", "logit_rows")
 """int32 arrays of the batch that steps may read: [T], [T] and [N]."""
@@ -82,6 +87,22 @@ class Storage(enum.Enum):
     WEIGHT = "weight"
     BATCH = "batch"
 
+    def to_json(self) -> str:
+        """The JSON form."""
+        return self.value
+
+    @staticmethod
+    def from_json(value: Any) -> Storage:
+        """Read the JSON form.
+
+        Raises:
+            EngineError: there is no such storage.
+        """
+        known = [storage.value for storage in Storage]
+        if value not in known:
+            raise EngineError(f"plan.json: {value!r} is no storage; known: {', '.join(known)}")
+        return Storage(value)
+
 
 @dataclass(frozen=True)
 class Value:
@@ -146,6 +167,11 @@ class Plan:
     def value(self, name: str) -> Value:
         """The value of that name."""
         return self._by_name[name]
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all values."""
+        return self._by_name.keys()
 
     @property
     def _by_name(self) -> dict[str, Value]:
