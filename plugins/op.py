@@ -42,6 +42,12 @@ class Op:
         return function
 
     @property
+    def fake(self) -> Callable[..., Any]:
+        """A function that computes shapes only, where the reference's control flow depends on values; else the reference."""
+        function: Callable[..., Any] = getattr(self._module, "fake", self._module.reference)
+        return function
+
+    @property
     def samples(self) -> Callable[..., Iterator[Sample]]:
         """Inputs for the contract test, from a ``numpy.random.Generator``."""
         function: Callable[..., Iterator[Sample]] = self._module.samples

@@ -1,0 +1,30 @@
+"""Attention of packed rows over the keys and values of their own sequences, which live in a paged cache."""
+
+from llmc.plugins.op import Op
+
+OP = Op(
+    "paged_attention",
+    inputs=("q", "k", "v", "sinks?", "slopes?"),
+    attributes={
+        "slot": int,
+        "write": bool,
+        "scale": float,
+        "window": int,
+        "chunk": int,
+        "softcap": float,
+    },
+    rtol=1e-5,
+    atol=1e-5,
+)
+"""q [T, H, Dk], k [T, Hkv, Dk], v [T, Hkv, Dv] -> y [T, H, Dv]; Hkv divides H, and head h reads kv head h // (H / Hkv).
+
+T packs the rows of the step's sequences, whose lengths and caches are no inputs: kernels read them from the batch, the
+reference from a ``step.Step``. First k and v are written to the cache of ``slot``, unless ``write`` is false: then an
+earlier op of the same step has written them (layers that share keys and values) and the given ones are ignored.
+
+The score of a query at position i and a key at j is scale * q.k, plus slopes[h] * (j - i) (ALiBi), then
+softcap * tanh(score / softcap) if softcap > 0. It counts if j <= i, and i - j < window if window > 0, and
+i // chunk == j // chunk if chunk > 0. ``sinks`` [H] are one more logit for each head, without a value. Under a tree mask the
+rows of a sequence see its cached tokens and, among the new rows, their ancestors and themselves; i is then the number of
+cached tokens plus the number of ancestors.
+"""
