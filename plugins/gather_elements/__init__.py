@@ -3,4 +3,4 @@
 from llmc.plugins.op import Op
 
 OP = Op("gather_elements", inputs=("data", "ids"), rtol=0.0, atol=0.0)
-"""y [..., k] = data[..., ids[..., k]] of data [..., A] and int32 or int64 ids [..., K]; negative ids count from the end."""
+"""y [..., k] = data[..., ids[..., k]] of data [..., A] and ids [..., K]; negative ids count from the end."""
