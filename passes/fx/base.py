@@ -13,7 +13,7 @@ class FxPass(ABC):
     """Changes an FX graph in place, and says truthfully whether it did; a second run changes nothing.
 
     The graph is over packed tokens: placeholders ``input_ids``, ``position_ids``, ``logit_rows``; every node has its
-    fake value in ``meta["val"]`` and its module in ``meta["nn_module_stack"]``, and a pass gives both to a node it adds.
+    fake value in ``meta["val"]`` and its module in ``meta["nn_module_stack"]``; a pass gives both to what it adds.
     ``runs_after`` names passes that must come first.
     """
 

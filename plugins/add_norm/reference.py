@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmc.plugins.norm.reference import reference as norm
@@ -12,8 +13,8 @@ from llmc.plugins.op import Sample
 def reference(
     a: Tensor,
     b: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     *,
     epsilon: float,
     kind: str,
@@ -22,6 +23,11 @@ def reference(
     """The sum, and llmc::norm of it."""
     total = a + b
     return total, norm(total, weight, bias, epsilon=epsilon, kind=kind, offset=offset)
+
+
+def fake(a: Tensor, b: Tensor, *_: Tensor | None, **__: object) -> tuple[Tensor, Tensor]:
+    """The shapes of the results."""
+    return torch.empty_like(a), torch.empty_like(a)
 
 
 def samples(rng: np.random.Generator) -> Iterator[Sample]:

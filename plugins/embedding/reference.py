@@ -16,6 +16,11 @@ def reference(ids: Tensor, weight: Tensor) -> Tensor:
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
+def fake(ids: Tensor, weight: Tensor) -> Tensor:
+    """The shape of the result."""
+    return weight.new_empty(*ids.shape, weight.shape[1], dtype=torch.float32)
+
+
 def samples(rng: np.random.Generator) -> Iterator[Sample]:
     """Both id dtypes, each dtype of weights, a width that fills no vector. The weight is not packed."""
     for dtype in (np.float32, ml_dtypes.bfloat16, np.float16):

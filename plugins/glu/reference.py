@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmc.plugins.elementwise.reference import reference as elementwise
@@ -17,8 +18,13 @@ def reference(gate: Tensor, up: Tensor, *, function: str) -> Tensor:
     return elementwise(gate, None, None, function=function) * up
 
 
+def fake(gate: Tensor, up: Tensor, *, function: str) -> Tensor:
+    """The shape of the result."""
+    return torch.empty_like(gate)
+
+
 def samples(rng: np.random.Generator) -> Iterator[Sample]:
-    """Each function, one row and several, widths that fill no vector, halves of one tensor as merged weights give them."""
+    """Each function, one row and several, odd widths, halves of one tensor (merged weights)."""
     for function in FUNCTIONS:
         for rows, width in ((1, 64), (3, 37), (9, 130)):
             both = 3 * rng.standard_normal((rows, 2 * width), np.float32)

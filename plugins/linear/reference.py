@@ -10,11 +10,16 @@ from torch import Tensor
 from llmc.plugins.op import Sample
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product in x's precision; bfloat16 weights round x, as dot-product instructions do."""
     if weight.dtype == torch.bfloat16:
         x = x.to(torch.bfloat16).to(x.dtype)
     return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The shape of the result."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def samples(rng: np.random.Generator) -> Iterator[Sample]:
