@@ -72,10 +72,9 @@ class _Fuser:
         rotate = self._rotation(x, y, x_axis, y_axis)
         known = self._known.setdefault(region.positions, [])
         for rope in known:
-            width = int(rope.index[[0, 2]].max()) + 1
-            if width <= size and rope.index.shape[1] == y_value.shape[-1]:
-                if explains(rope, rotate, heads, size, self._sample):
-                    return rope
+            fits = int(rope.index[[0, 2]].max()) < size and rope.index.shape[1] == y_value.shape[-1]
+            if fits and explains(rope, rotate, heads, size, self._sample):
+                return rope
         found = find_rope(rotate, heads, size, self._sample, self._count)
         if found is not None:
             known.append(found)
@@ -158,7 +157,7 @@ def _permuted(graph: fx.Graph, node: fx.Node, source: int, target: int, like: fx
 
 
 def _reshaped(graph: fx.Graph, node: fx.Node, sizes: Sequence[int], like: fx.Node) -> fx.Node:
-    """[T, ...] -> [T, *sizes]"""
+    """[T, ...] -> [T, *sizes]."""
     found = tensor(node)
     assert found is not None
     if tuple(found.shape[1:]) == tuple(sizes):

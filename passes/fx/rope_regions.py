@@ -1,4 +1,4 @@
-"""Finds the parts of a graph that may be rotary embeddings: linear in one tensor, with coefficients made from positions."""
+"""Finds what may be rotary embeddings: parts of a graph that are linear in one tensor, with factors made from positions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ def _has_token_axis(node: fx.Node) -> bool:
 
 
 def token_axis(node: fx.Node) -> int | None:
-    """The axis of the packed tokens; None unless it is the only one whose size changes, is whole, and is not the last."""
+    """The axis of the packed tokens; None unless it alone changes in size, is whole, and is not the last."""
     found = tensor(node)
     if found is None or not isinstance(found, torch.Tensor):
         return None

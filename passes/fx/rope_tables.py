@@ -73,7 +73,7 @@ def _pair_of_inputs(rotate: Rotation, heads: int, size: int, positions: Tensor) 
         return None
     # At position 0 the sine is 0. An input that is read counts more than one that isn't, whatever its size.
     weight = read * (1 + matrix[0].abs() / matrix[0].abs().max().clamp_min(1e-30))
-    order = weight.argsort(1, descending=True, stable=True)
+    order = weight.sort(dim=1, descending=True, stable=True).indices
     return order[:, 0], torch.where(terms == 2, order[:, 1], order[:, 0])
 
 
