@@ -1,10 +1,10 @@
 """Passes on the traced FX graph: they need the tracer's facts (module names, fake tensors). One file a pass."""
 
 from llmc import discover
-from llmc.passes.fx.base import MAX_SEQ_LEN, FxPass
+from llmc.passes.fx.base import MAX_SEQ_LEN, WEIGHT_DTYPES, FxPass
 from llmc.passes.order import in_order
 
-__all__ = ["MAX_SEQ_LEN", "FxPass", "ordered_fx_passes"]
+__all__ = ["MAX_SEQ_LEN", "WEIGHT_DTYPES", "FxPass", "ordered_fx_passes"]
 
 
 def ordered_fx_passes() -> list[type[FxPass]]:

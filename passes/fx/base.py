@@ -8,6 +8,9 @@ from torch import fx
 MAX_SEQ_LEN = "max_seq_len"
 """Key of ``GraphModule.meta``: the engine's longest sequence, so how many positions a table needs."""
 
+WEIGHT_DTYPES = "weight_dtypes"
+"""Key of ``GraphModule.meta``: parameter -> dtype in the checkpoint. Without it all are alike (tracing is float32)."""
+
 
 class FxPass(ABC):
     """Changes an FX graph in place, and says truthfully whether it did; a second run changes nothing.

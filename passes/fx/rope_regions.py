@@ -1,4 +1,4 @@
-"""Finds what may be rotary embeddings: parts of a graph that are linear in one tensor, with factors made from positions."""
+"""Finds what may be rotary embeddings: what is linear in one tensor, with factors made from positions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

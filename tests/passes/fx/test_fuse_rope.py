@@ -152,7 +152,14 @@ def three_terms(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, _: Tensor) -> tu
 @pytest.mark.parametrize(
     "spell",
     [added_position, not_linear, no_position, across_heads, unlike_heads, three_terms],
-    ids=["rule 1: a sum", "rule 1: a divisor", "rule 1: no position", "rule 3: heads", "rule 3: unlike", "rule 3: terms"],
+    ids=[
+        "rule 1: a sum",
+        "rule 1: a divisor",
+        "rule 1: no position",
+        "rule 3: heads",
+        "rule 3: unlike",
+        "rule 3: terms",
+    ],
 )
 def test_leaves_near_misses_alone(spell: Spell, export) -> None:
     module = export(Model(spell))

@@ -1,0 +1,50 @@
+"""norm(a + b) -> llmc::add_norm, which gives the sum and its norm."""
+
+import operator
+
+import torch
+from torch import fx
+
+from llmc.passes.fx.base import FxPass
+from llmc.passes.fx.nodes import arguments, call, op_name, replace, same_shape
+
+
+class FuseAddNorm(FxPass):
+    """norm(a + b) -> llmc::add_norm(a, b).
+
+    1. a and b are tensors of the same shape, and neither is scaled by the addition.
+    2. Of several norms of one sum, the first is fused; the others read the sum.
+    """
+
+    runs_after = ("CleanUp", "FuseRope", "FuseGlu")
+
+    def call(self, module: fx.GraphModule) -> bool:
+        """See FxPass."""
+        norms = module.graph.find_nodes(op="call_function", target=torch.ops.llmc.norm.default)
+        fused = [_try_fuse(module.graph, node) for node in norms]
+        if any(fused):
+            module.graph.eliminate_dead_code()
+        return any(fused)
+
+
+def _try_fuse(graph: fx.Graph, norm: fx.Node) -> bool:
+    total, *parameters = norm.args
+    if not isinstance(total, fx.Node) or op_name(total) != "aten.add":
+        return False
+    a, b, alpha = total.args[0], total.args[1], arguments(total, ("alpha",))[0]
+    if alpha != 1 or not same_shape(a, b) or not same_shape(a, total):
+        return False
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for parameter in parameters:
+        if isinstance(parameter, fx.Node) and order[parameter] > order[total]:
+            if parameter.op != "get_attr":
+                return False
+            total.prepend(parameter)
+    with graph.inserting_after(total):
+        fused = call(graph, torch.ops.llmc.add_norm.default, (a, b, *parameters), norm, dict(norm.kwargs))
+    with graph.inserting_after(fused):
+        normed = call(graph, operator.getitem, (fused, 1), norm)
+        summed = call(graph, operator.getitem, (fused, 0), total)
+    replace(total, summed)
+    replace(norm, normed)
+    return True
