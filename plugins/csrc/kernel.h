@@ -1,6 +1,7 @@
 // What a kernel sees, and how it gets into the table: no Python and no torch below bindings.cpp.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -55,9 +56,9 @@ class Attributes {
   mutable std::map<std::string, bool> read_;
 };
 
-// What is known of the step's sequences, for the ops that mix rows (attention, and recurrent ops later). Rows of sequence
-// s are cu_seqlens[s] .. cu_seqlens[s + 1]; its row r has absolute slot num_computed[s] + r in the cache. position_ids
-// differ from slots only under a tree mask.
+// What is known of the step's sequences, for the ops that mix rows (attention, and recurrent ops later). Rows of
+// sequence s are cu_seqlens[s] .. cu_seqlens[s + 1]; its row r has absolute slot num_computed[s] + r in the cache.
+// position_ids differ from slots only under a tree mask.
 struct Batch {
   std::int64_t tokens = 0;           // T
   std::int64_t rows = 0;             // N, logit rows
@@ -67,14 +68,16 @@ struct Batch {
   const std::int32_t* num_computed;  // [S] tokens of the sequence that are in the cache before this step
   const std::int32_t* block_tables;  // [S, max_blocks]
   std::int64_t max_blocks = 0;
-  const std::uint64_t* tree_mask = nullptr;  // [T, tree_words]: bit j of row r: new row j of the sequence is an ancestor or r itself
+  const std::uint64_t* tree_mask =
+      nullptr;  // [T, tree_words]: bit j of row r: new row j of the sequence is an ancestor or r itself
   std::int64_t tree_words = 0;
   const std::int32_t* state_slots = nullptr;  // [S] per-sequence state of recurrent ops
 };
 
-// The paged cache of one attention slot. Per block and kv head the layout is fixed, so that 16 positions are one vector:
-//   keys   f32, f16: [blocks, kv_heads, block / 16, key_dim, 16]          bf16: [.., ceil(key_dim / 2), 16, 2] (pairs of dims)
-//   values f32, f16, bf16: [blocks, kv_heads, block, value_dim]
+// The paged cache of one attention slot. Per block and kv head the layout is fixed, so that 16 positions are one
+// vector:
+//   keys   f32, f16: [blocks, kv_heads, block / 16, key_dim, 16]          bf16: [.., ceil(key_dim / 2), 16, 2] (pairs
+//   of dims) values f32, f16, bf16: [blocks, kv_heads, block, value_dim]
 struct KvSlot {
   std::byte* keys = nullptr;
   std::byte* values = nullptr;
@@ -88,8 +91,8 @@ struct KvCache {
   std::vector<KvSlot> slots;
 };
 
-// Persistent threads. parallel() returns when every part is done. Parts are numbered; which thread runs which part never
-// changes a result, since threads split outputs and never sums.
+// Persistent threads. parallel() returns when every part is done. Parts are numbered; which thread runs which part
+// never changes a result, since threads split outputs and never sums.
 class ThreadPool {
  public:
   virtual ~ThreadPool() = default;
@@ -117,9 +120,27 @@ class ThreadPool {
       if (begin < end) f(begin, end, thread);
     });
   }
+  // The same ranges of grain, taken by whichever thread is free: f(begin, end, thread). For long work on machines where
+  // threads lose time to others.
+  template <class F>
+  void share(std::int64_t count, std::int64_t grain, F&& f) {
+    if (size() <= 1 || count <= grain) {
+      if (count > 0) f(std::int64_t{0}, count, 0);
+      return;
+    }
+    std::atomic<std::int64_t> next{0};
+    on_all([&](int thread) {
+      for (;;) {
+        const std::int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+        if (begin >= count) return;
+        f(begin, std::min(count, begin + grain), thread);
+      }
+    });
+  }
 };
 
-// Memory that lasts until the end of the step; 64-byte aligned. Grows on the first large steps, then never again.
+// Memory that lasts until the kernel's run() returns; 64-byte aligned. Grows on the first large steps, then never
+// again. get() belongs to the thread that called run(), outside of parallel sections.
 class Scratch {
  public:
   virtual ~Scratch() = default;
@@ -148,7 +169,7 @@ class Kernel {
 
 using KernelMaker = std::unique_ptr<Kernel> (*)(const Attributes&);
 
-// kernel_table()[isa][op]
+// kernel_table()[isa][op]. An op that has no kernel of a level uses that of the next lower one.
 std::map<std::string, std::map<std::string, KernelMaker>>& kernel_table();
 
 struct Registration {
@@ -166,11 +187,11 @@ inline void require(bool condition, const char* message) {
 #define LLMC_STRING_(x) #x
 #define LLMC_STRING(x) LLMC_STRING_(x)
 
-// In rope_cpu.cpp, inside namespace llmc::LLMC_ISA { class Rope : public Kernel { public: explicit Rope(const Attributes&); ... }; }
-// LLMC_KERNEL(rope, Rope)
-#define LLMC_KERNEL(op, type)                                                                          \
-  namespace llmc::LLMC_ISA {                                                                           \
-  static const Registration op##_entry{LLMC_STRING(LLMC_ISA), #op, [](const Attributes& a) {           \
-                                         return std::unique_ptr<Kernel>(std::make_unique<type>(a));    \
-                                       }};                                                             \
+// In rope_cpu.cpp, inside namespace llmc::LLMC_ISA { class Rope : public Kernel { public: explicit Rope(const
+// Attributes&); ... }; } LLMC_KERNEL(rope, Rope)
+#define LLMC_KERNEL(op, type)                                                                       \
+  namespace llmc::LLMC_ISA {                                                                        \
+  static const Registration op##_entry{LLMC_STRING(LLMC_ISA), #op, [](const Attributes& a) {        \
+                                         return std::unique_ptr<Kernel>(std::make_unique<type>(a)); \
+                                       }};                                                          \
   }

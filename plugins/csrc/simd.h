@@ -1,8 +1,9 @@
 // The thin layer that kernels are written in: 16 floats at a time, one implementation for each instruction set.
 //
-// Everything here lives in namespace llmc::LLMC_ISA, so that code compiled for a newer machine never serves an older one.
-// Rules that kernels may rely on, at every level:
-// 1. A lane's result depends on that lane's inputs only: a partial load, the same operations and a partial store give the
+// Everything here lives in namespace llmc::LLMC_ISA, so that code compiled for a newer machine never serves an older
+// one. Rules that kernels may rely on, at every level:
+// 1. A lane's result depends on that lane's inputs only: a partial load, the same operations and a partial store give
+// the
 //    bits that the full vector gives.
 // 2. reduce_add and reduce_max are one fixed tree (i with i + 8, then 4, 2, 1).
 // 3. fmadd rounds once wherever the instruction set can; the scalar level of machines without FMA multiplies, then adds
@@ -73,15 +74,16 @@ LLMC_INLINE float to_float(bf16 x) {
   return y;
 }
 LLMC_INLINE float to_float(f16 x) {
-  alignas(64) float y[16];
-  store(y, load(&x, 1));
+  const f16 padded[16] = {x};
+  float y[16];
+  store(y, load(padded));
   return y[0];
 }
 template <class T>
 LLMC_INLINE T from_float(float x) {
-  T y;
-  store(&y, broadcast(x), 1);
-  return y;
+  T y[16];
+  store(y, broadcast(x));
+  return y[0];
 }
 LLMC_INLINE float round_to_bf16(float x) { return to_float(from_float<bf16>(x)); }
 

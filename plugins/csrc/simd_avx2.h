@@ -14,7 +14,8 @@ struct bf16x32 {
   __m256i lo, hi;
 };
 
-alignas(64) inline constexpr std::int32_t kTailMask[32] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+alignas(64) inline constexpr std::int32_t kTailMask[32] = {-1, -1, -1, -1, -1, -1, -1, -1,
+                                                           -1, -1, -1, -1, -1, -1, -1, -1};
 
 LLMC_INLINE const std::int32_t* lanes_below(int n) { return kTailMask + 16 - (n < 0 ? 0 : n > 16 ? 16 : n); }
 LLMC_INLINE __m256i load_int(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -157,12 +158,12 @@ LLMC_INLINE std::uint32_t mask_bits(mask16 m) {
 }
 LLMC_INLINE bool any(mask16 m) { return mask_bits(m) != 0; }
 
-#define LLMC_REDUCE(name, op256, op128, op_ss)                                              \
-  LLMC_INLINE float name(f32x16 x) {                                                        \
-    const __m256 a = op256(x.lo, x.hi);                                                     \
-    const __m128 b = op128(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));         \
-    const __m128 c = op128(b, _mm_movehl_ps(b, b));                                         \
-    return _mm_cvtss_f32(op_ss(c, _mm_shuffle_ps(c, c, 1)));                                \
+#define LLMC_REDUCE(name, op256, op128, op_ss)                                      \
+  LLMC_INLINE float name(f32x16 x) {                                                \
+    const __m256 a = op256(x.lo, x.hi);                                             \
+    const __m128 b = op128(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1)); \
+    const __m128 c = op128(b, _mm_movehl_ps(b, b));                                 \
+    return _mm_cvtss_f32(op_ss(c, _mm_shuffle_ps(c, c, 1)));                        \
   }
 LLMC_REDUCE(reduce_add, _mm256_add_ps, _mm_add_ps, _mm_add_ss)
 LLMC_REDUCE(reduce_max, _mm256_max_ps, _mm_max_ps, _mm_max_ss)
@@ -198,8 +199,8 @@ LLMC_INLINE bf16x32 broadcast_pair(const bf16* p) {
 }
 LLMC_INLINE __m256 dot_pairs(__m256 acc, __m256i a, __m256i b) {
   const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
-  const __m256 sum = _mm256_fmadd_ps(_mm256_and_ps(_mm256_castsi256_ps(a), high),
-                                     _mm256_and_ps(_mm256_castsi256_ps(b), high), acc);
+  const __m256 sum =
+      _mm256_fmadd_ps(_mm256_and_ps(_mm256_castsi256_ps(a), high), _mm256_and_ps(_mm256_castsi256_ps(b), high), acc);
   return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)),
                          sum);
 }

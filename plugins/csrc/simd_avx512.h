@@ -90,12 +90,12 @@ LLMC_INLINE mask16 mask_first(std::int64_t n) { return {lanes_below(static_cast<
 LLMC_INLINE std::uint32_t mask_bits(mask16 m) { return m.v; }
 LLMC_INLINE bool any(mask16 m) { return m.v != 0; }
 
-#define LLMC_REDUCE(name, op, scalar)                                                       \
-  LLMC_INLINE float name(f32x16 x) {                                                        \
-    const __m256 a = op(256, _mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));  \
-    const __m128 b = op(, _mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));          \
-    const __m128 c = op(, b, _mm_movehl_ps(b, b));                                          \
-    return _mm_cvtss_f32(scalar(c, _mm_shuffle_ps(c, c, 1)));                               \
+#define LLMC_REDUCE(name, op, scalar)                                                      \
+  LLMC_INLINE float name(f32x16 x) {                                                       \
+    const __m256 a = op(256, _mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1)); \
+    const __m128 b = op(, _mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));         \
+    const __m128 c = op(, b, _mm_movehl_ps(b, b));                                         \
+    return _mm_cvtss_f32(scalar(c, _mm_shuffle_ps(c, c, 1)));                              \
   }
 #define LLMC_ADD(w, a, b) _mm##w##_add_ps(a, b)
 #define LLMC_MAX(w, a, b) _mm##w##_max_ps(a, b)

@@ -1,5 +1,5 @@
-// Functions of 16 floats, built from the operations of simd.h: about 2 ulp, the same bits in every lane. Included by simd.h.
-// The polynomials are minimax fits (Lawson's iteration) of the function named, made for these ranges.
+// Functions of 16 floats, built from the operations of simd.h: about 2 ulp, the same bits in every lane. Included by
+// simd.h. The polynomials are minimax fits (Lawson's iteration) of the function named, made for these ranges.
 #pragma once
 
 namespace llmc::LLMC_ISA {

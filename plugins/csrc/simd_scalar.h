@@ -53,7 +53,8 @@ inline std::uint16_t narrow_f16(std::uint32_t bits) {
   return static_cast<std::uint16_t>(sign | (rounded - (base >> 13)));
 }
 inline float widen_f16(std::uint16_t half) {
-  const std::uint32_t sign = std::uint32_t{half} << 16 & 0x80000000, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+  const std::uint32_t sign = std::uint32_t{half} << 16 & 0x80000000, exponent = half >> 10 & 31,
+                      mantissa = half & 0x3ff;
   if (exponent == 0) {
     const float x = static_cast<float>(mantissa) * 0x1p-24f;
     return sign ? -x : x;
@@ -107,10 +108,10 @@ LLMC_INLINE f32x16 copysign(f32x16 magnitude, f32x16 sign) {
   constexpr std::int32_t bit = -0x7fffffff - 1;
   return {(float_vector)(((int_vector)magnitude.v & 0x7fffffff) | ((int_vector)sign.v & bit))};
 }
-#define LLMC_EACH(name, function)                              \
-  LLMC_INLINE f32x16 name(f32x16 a) {                          \
-    for (int i = 0; i < 16; ++i) a.v[i] = function(a.v[i]);    \
-    return a;                                                  \
+#define LLMC_EACH(name, function)                           \
+  LLMC_INLINE f32x16 name(f32x16 a) {                       \
+    for (int i = 0; i < 16; ++i) a.v[i] = function(a.v[i]); \
+    return a;                                               \
   }
 LLMC_EACH(sqrt, __builtin_sqrtf)
 LLMC_EACH(floor, __builtin_floorf)

@@ -1,0 +1,224 @@
+#include "executor.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+namespace llmc {
+namespace {
+
+std::int64_t multiply(std::int64_t a, std::int64_t b) {
+  std::int64_t result;
+  if (__builtin_mul_overflow(a, b, &result)) fail("a size of the plan overflows");
+  return result;
+}
+
+std::int64_t add(std::int64_t a, std::int64_t b) {
+  std::int64_t result;
+  if (__builtin_add_overflow(a, b, &result)) fail("a size of the plan overflows");
+  return result;
+}
+
+std::int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+// Copies an array; true if it moved.
+template <class T>
+bool assign(std::vector<T>& target, const T* source, std::int64_t count, const T*& view) {
+  const T* before = target.data();
+  if (source == nullptr) {
+    target.clear();
+    view = nullptr;
+  } else {
+    target.assign(source, source + count);
+    view = target.data();
+  }
+  return target.data() != before;
+}
+
+std::string place(const StepSpec& step) {
+  return "llmc::" + step.op + (step.module.empty() ? "" : " (" + step.module + ")") + ": ";
+}
+
+}  // namespace
+
+std::int64_t Size::at(std::int64_t t, std::int64_t n) const {
+  return add(constant, add(multiply(tokens, t), multiply(rows, n)));
+}
+
+Executor::Executor(std::vector<ValueSpec> values, std::vector<StepSpec> steps, std::size_t arena_bytes,
+                   std::vector<WeightBuffer> weights, KvMemory kv, int threads, const std::string& isa, bool poison)
+    : values_(std::move(values)),
+      weights_(std::move(weights)),
+      arena_(arena_bytes),
+      kv_(std::move(kv)),
+      pool_(threads),
+      poison_(poison) {
+  const auto count = static_cast<std::int64_t>(values_.size());
+  for (const ValueSpec& value : values_) {
+    if (value.shape.size() != value.strides.size() || value.shape.size() > kMaxDims) {
+      fail("value '" + value.name + "' needs as many strides as dimensions, at most 8");
+    }
+    const auto bases = static_cast<std::int64_t>(value.storage == Storage::weight ? weights_.size() : 3);
+    if (value.base < 0 || (value.storage != Storage::arena && value.base >= bases)) {
+      fail("value '" + value.name + "' has no base " + std::to_string(value.base));
+    }
+  }
+  for (StepSpec& spec : steps) {
+    for (const std::int64_t index : spec.inputs) {
+      if (index < -1 || index >= count) fail(place(spec) + "no input value " + std::to_string(index));
+    }
+    for (const std::int64_t index : spec.outputs) {
+      if (index < 0 || index >= count) fail(place(spec) + "no output value " + std::to_string(index));
+      if (values_[static_cast<std::size_t>(index)].storage != Storage::arena)
+        fail(place(spec) + "output is not in the arena");
+    }
+    std::unique_ptr<Kernel> kernel;
+    try {
+      kernel = make_kernel(spec.op, isa, Attributes(spec.attributes));
+    } catch (const std::invalid_argument& error) {
+      fail(place(spec) + error.what());
+    }
+    steps_.push_back({std::move(spec), std::move(kernel), {}, {}});
+    steps_.back().in.resize(steps_.back().spec.inputs.size());
+    steps_.back().out.resize(steps_.back().spec.outputs.size());
+  }
+  views_.resize(values_.size());
+}
+
+void Executor::check_batch(const Batch& batch, const std::int32_t* logit_rows) const {
+  require(batch.tokens >= 1 && batch.sequences >= 1, "the batch is empty");
+  require(batch.cu_seqlens[0] == 0 && batch.cu_seqlens[batch.sequences] == batch.tokens,
+          "cu_seqlens must go from 0 to the number of tokens");
+  for (std::int64_t s = 0; s < batch.sequences; ++s) {
+    const std::int64_t rows = std::int64_t{batch.cu_seqlens[s + 1]} - batch.cu_seqlens[s];
+    require(rows >= 1, "cu_seqlens must grow");
+    require(batch.num_computed[s] >= 0, "num_computed is negative");
+    const std::int64_t blocks = (batch.num_computed[s] + rows + kv_.block_size() - 1) / kv_.block_size();
+    require(blocks <= batch.max_blocks || kv_.slots() == 0, "block_tables is too narrow for the sequence");
+    for (std::int64_t b = 0; b < std::min(blocks, batch.max_blocks); ++b) {
+      const std::int32_t block = batch.block_tables[s * batch.max_blocks + b];
+      require(block >= 0 && block < kv_.blocks(), "block_tables names a block that the cache does not have");
+    }
+    require(batch.tree_words == 0 || rows <= batch.tree_words * 64, "tree_mask has too few bits for the rows");
+  }
+  for (std::int64_t t = 0; t < batch.tokens; ++t) require(batch.position_ids[t] >= 0, "position_ids is negative");
+  for (std::int64_t n = 0; n < batch.rows; ++n) {
+    require(logit_rows[n] >= 0 && logit_rows[n] < batch.tokens, "logit_rows names a row that the batch does not have");
+  }
+}
+
+bool Executor::copy_batch(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows) {
+  bool moved = batch.tokens != batch_.tokens || batch.rows != batch_.rows;
+  batch_ = batch;
+  const std::int32_t* unused;
+  moved |= assign(arrays_.input_ids, input_ids, batch.tokens, unused);
+  moved |= assign(arrays_.logit_rows, logit_rows, batch.rows, unused);
+  moved |= assign(arrays_.position_ids, batch.position_ids, batch.tokens, batch_.position_ids);
+  assign(arrays_.cu_seqlens, batch.cu_seqlens, batch.sequences + 1, batch_.cu_seqlens);
+  assign(arrays_.num_computed, batch.num_computed, batch.sequences, batch_.num_computed);
+  assign(arrays_.block_tables, batch.block_tables, batch.sequences * batch.max_blocks, batch_.block_tables);
+  assign(arrays_.state_slots, batch.state_slots, batch.sequences, batch_.state_slots);
+  assign(arrays_.tree_mask, batch.tree_mask, batch.tokens * batch.tree_words, batch_.tree_mask);
+  return moved;
+}
+
+// The view for this batch's sizes, checked to stay within its memory.
+Tensor Executor::resolve(const ValueSpec& value) {
+  Tensor view;
+  view.dtype = value.dtype;
+  view.ndim = static_cast<int>(value.shape.size());
+  std::int64_t first = value.offset.at(batch_.tokens, batch_.rows);
+  std::int64_t last = first;
+  bool empty = false;
+  for (int i = 0; i < view.ndim; ++i) {
+    const auto axis = static_cast<std::size_t>(i);
+    view.shape[i] = value.shape[axis].at(batch_.tokens, batch_.rows);
+    view.stride[i] = value.strides[axis].at(batch_.tokens, batch_.rows);
+    if (view.shape[i] < 0) fail("value '" + value.name + "' has a negative size");
+    empty |= view.shape[i] == 0;
+    if (view.shape[i] < 2) continue;
+    const std::int64_t reach = multiply(view.shape[i] - 1, view.stride[i]);
+    (reach < 0 ? first : last) = add(reach < 0 ? first : last, reach);
+  }
+  const auto size = static_cast<std::int64_t>(item_size(value.dtype));
+  std::byte* memory = arena_.data();
+  std::int64_t bytes = static_cast<std::int64_t>(arena_.size()), base = 0;
+  if (value.storage == Storage::arena) {
+    base = value.base;
+  } else if (value.storage == Storage::weight) {
+    const WeightBuffer& weight = weights_[static_cast<std::size_t>(value.base)];
+    memory = const_cast<std::byte*>(weight.data);  // kernels only write outputs, which are in the arena
+    bytes = static_cast<std::int64_t>(weight.bytes);
+  } else {
+    std::vector<std::int32_t>* inputs[] = {&arrays_.input_ids, &arrays_.position_ids, &arrays_.logit_rows};
+    auto& input = *inputs[value.base];
+    memory = reinterpret_cast<std::byte*>(input.data());
+    bytes = static_cast<std::int64_t>(input.size()) * 4;
+  }
+  const std::int64_t begin = add(base, multiply(first, size)), end = add(base, multiply(add(last, 1), size));
+  if (!empty && (begin < 0 || end > bytes)) {
+    fail("value '" + value.name + "' reaches byte " + std::to_string(begin < 0 ? begin : end) + " of " +
+         std::to_string(bytes) + "; the batch is larger than the plan allows, or the plan is damaged");
+  }
+  const std::int64_t start = value.offset.at(batch_.tokens, batch_.rows);
+  // An empty view keeps a valid pointer: null would mean that the input is absent.
+  static std::byte nothing[64];
+  view.data = empty ? nothing : memory + base + start * size;
+  return view;
+}
+
+void Executor::resolve() {
+  for (std::size_t i = 0; i < values_.size(); ++i) views_[i] = resolve(values_[i]);
+  for (Step& step : steps_) {
+    for (std::size_t i = 0; i < step.in.size(); ++i) {
+      const std::int64_t index = step.spec.inputs[i];
+      step.in[i] = index < 0 ? Tensor() : views_[static_cast<std::size_t>(index)];
+    }
+    for (std::size_t i = 0; i < step.out.size(); ++i) {
+      step.out[i] = views_[static_cast<std::size_t>(step.spec.outputs[i])];
+    }
+  }
+}
+
+void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows,
+                   std::int64_t upto) {
+  const std::unique_lock lock(running_, std::try_to_lock);
+  require(lock.owns_lock(), "the executor is already running a batch in another thread");
+  check_batch(batch, logit_rows);
+  if (copy_batch(batch, input_ids, logit_rows)) {
+    try {
+      resolve();
+    } catch (...) {
+      batch_.tokens = 0;  // nothing is resolved for this size
+      throw;
+    }
+  }
+  if (poison_) std::memset(arena_.data(), 0xff, arena_.size());
+  const Awake awake(pool_);
+  const std::size_t count = std::min(steps_.size(), static_cast<std::size_t>(std::max<std::int64_t>(upto, 0)));
+  for (std::size_t i = 0; i < count; ++i) run_step(i);
+}
+
+void Executor::run_step(std::size_t index) {
+  Step& step = steps_[index];
+  const std::int64_t begin = tracing_ ? now_ns() : 0;
+  try {
+    step.kernel->run({step.in, step.out, pool_, scratch_, batch_, kv_.cache()});
+  } catch (const std::invalid_argument& error) {
+    scratch_.reset();
+    fail(place(step.spec) + error.what());
+  }
+  scratch_.reset();
+  if (tracing_) times_.push_back({static_cast<std::int64_t>(index), begin, now_ns()});
+}
+
+Tensor Executor::view(std::int64_t value) const {
+  require(value >= 0 && value < static_cast<std::int64_t>(views_.size()), "there is no such value");
+  require(batch_.tokens > 0, "no batch has been run");
+  return views_[static_cast<std::size_t>(value)];
+}
+
+}  // namespace llmc

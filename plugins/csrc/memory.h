@@ -1,0 +1,72 @@
+// Memory of executors: pages from the system, scratch space, the KV cache.
+#pragma once
+#include <string>
+
+#include "kernel.h"
+
+namespace llmc {
+
+std::size_t item_size(DType dtype);
+DType dtype_of(const std::string& name);  // "float32", "bfloat16", ...
+const char* dtype_name(DType dtype);
+
+// Zeroed pages that take up memory when they are first written.
+class Pages {
+ public:
+  Pages() = default;
+  explicit Pages(std::size_t bytes);
+  ~Pages();
+  Pages(Pages&& other) noexcept;
+  Pages& operator=(Pages&& other) noexcept;
+
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// Hands out one block front to back; what does not fit comes from extra blocks, and the next reset() makes one large
+// enough for all.
+class ScratchPages final : public Scratch {
+ public:
+  void* get(std::size_t bytes) override;
+  void reset();
+
+ private:
+  Pages block_;
+  std::vector<Pages> extra_;
+  std::size_t used_ = 0, wanted_ = 0;
+};
+
+struct KvShape {
+  std::int64_t kv_heads = 0, key_dim = 0, value_dim = 0;
+};
+
+// The memory behind a KvCache.
+class KvMemory {
+ public:
+  KvMemory(const std::vector<KvShape>& slots, DType dtype, std::int64_t block_size, std::int64_t blocks);
+  KvMemory(KvMemory&&) = default;
+  KvMemory(const KvMemory&) = delete;
+
+  KvCache& cache() { return cache_; }
+  std::int64_t block_size() const { return cache_.block_size; }
+  std::int64_t blocks() const { return cache_.blocks; }
+  std::size_t slots() const { return cache_.slots.size(); }
+  // Bytes of one block of a slot's keys and values.
+  std::size_t key_bytes(const KvSlot& slot) const;
+  std::size_t value_bytes(const KvSlot& slot) const;
+  void copy_block(std::int64_t source, std::int64_t target);
+  // Fills a block with NaN: who reads a position that was not written shows.
+  void poison_block(std::int64_t block);
+
+ private:
+  void check_block(std::int64_t block) const;
+
+  KvCache cache_;
+  std::vector<Pages> pages_;
+};
+
+}  // namespace llmc
