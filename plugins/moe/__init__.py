@@ -13,7 +13,7 @@ OP = Op(
 
 x [T, H], ids [T, K] int64, weights [T, K], gate_up [E, 2I, H] ([E, I, H] if not ``gated``), down [E, H, I], biases
 [E, 2I] and [E, H]. The rows of gate_up are gates then ups, or in turn if ``interleaved``. An expert is
-down(function(gate) * up), or down(function(gate_up)) if not gated; ``function`` is an activation of llmc::elementwise. With
-``limit`` > 0 the gate is first cut to at most limit and the up to +-limit. ``gpt_oss`` is a gated form of its own:
+down(function(gate) * up), or down(function(gate_up)) if not gated; ``function`` is an activation of llmc::elementwise.
+With ``limit`` > 0 the gate is first cut to at most limit and the up to +-limit. ``gpt_oss`` is a gated form of its own:
 gate * sigmoid(alpha * gate) * (up + 1). An id of E or more, or below 0, contributes nothing.
 """

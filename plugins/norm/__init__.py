@@ -14,5 +14,6 @@ OP = Op(
 """y = n(x) * (weight + offset) + bias, over the last axis of x [..., D]; weight and bias are [D] or [H, D].
 
 ``rms``: x / sqrt(mean(x^2) + epsilon), https://arxiv.org/abs/1910.07467; ``layer``: the same of x - mean(x),
-https://arxiv.org/abs/1607.06450; ``l2``: x / max(|x|, epsilon). ``offset`` is 1 where checkpoints store weight - 1 (Gemma).
+https://arxiv.org/abs/1607.06450; ``l2``: x / max(|x|, epsilon). ``offset`` is 1 where
+checkpoints store weight - 1 (Gemma).
 """

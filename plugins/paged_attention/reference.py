@@ -83,7 +83,7 @@ def _attend(
     scale: float,
     softcap: float,
 ) -> Tensor:
-    """q [rows, H, Dk], k and v [n, Hkv, ...], mask and distance [rows, n] -> [rows, H, Dv]."""
+    """Queries [rows, H, Dk], keys and values [n, Hkv, ...], mask and distance [rows, n] -> [rows, H, Dv]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))

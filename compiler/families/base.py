@@ -1,0 +1,37 @@
+"""What a model family fix is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from llmc import discover
+
+
+@dataclass(frozen=True)
+class Fix:
+    """Makes one family traceable whose code the hooks don't reach. Most families need none.
+
+    ``patch`` replaces forwards on the modules of the model that is traced, never on classes; what it has to replace in a
+    module of transformers it enters on the stack, which is unwound after tracing.
+    """
+
+    architectures: tuple[str, ...]
+    why: str
+    patch: Callable[[nn.Module, ExitStack], None]
+    tiny: Callable[[], Any]
+    """Makes a small config of the family, for the fix's test."""
+    reference: str = "eager"
+    """The attention implementation of transformers to compare with."""
+
+
+@cache
+def all_fixes() -> dict[str, Fix]:
+    """Every fix in this folder, by the architecture that it is for."""
+    fixes = discover.instances("llmc.compiler.families", Fix)
+    return {architecture: fix for fix in fixes for architecture in fix.architectures}
