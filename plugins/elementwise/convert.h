@@ -68,24 +68,36 @@ using Conversion = void (*)(const void* const* in, void* out, std::int64_t n);
 template <class From>
 Conversion conversion_from(DType to) {
   switch (to) {
-    case DType::f32: return convert_array<From, float>;
-    case DType::bf16: return convert_array<From, bf16>;
-    case DType::f16: return convert_array<From, f16>;
-    case DType::i32: return convert_array<From, std::int32_t>;
-    case DType::i64: return convert_array<From, std::int64_t>;
-    case DType::boolean: return convert_array<From, boolean_byte>;
+    case DType::f32:
+      return convert_array<From, float>;
+    case DType::bf16:
+      return convert_array<From, bf16>;
+    case DType::f16:
+      return convert_array<From, f16>;
+    case DType::i32:
+      return convert_array<From, std::int32_t>;
+    case DType::i64:
+      return convert_array<From, std::int64_t>;
+    case DType::boolean:
+      return convert_array<From, boolean_byte>;
   }
   return nullptr;
 }
 
 inline Conversion conversion(DType from, DType to) {
   switch (from) {
-    case DType::f32: return conversion_from<float>(to);
-    case DType::bf16: return conversion_from<bf16>(to);
-    case DType::f16: return conversion_from<f16>(to);
-    case DType::i32: return conversion_from<std::int32_t>(to);
-    case DType::i64: return conversion_from<std::int64_t>(to);
-    case DType::boolean: return conversion_from<boolean_byte>(to);
+    case DType::f32:
+      return conversion_from<float>(to);
+    case DType::bf16:
+      return conversion_from<bf16>(to);
+    case DType::f16:
+      return conversion_from<f16>(to);
+    case DType::i32:
+      return conversion_from<std::int32_t>(to);
+    case DType::i64:
+      return conversion_from<std::int64_t>(to);
+    case DType::boolean:
+      return conversion_from<boolean_byte>(to);
   }
   return nullptr;
 }

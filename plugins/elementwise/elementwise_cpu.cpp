@@ -144,7 +144,9 @@ constexpr Entry kInteger2[] = {
     {"add", map2<T, T>([](T a, T b) { return static_cast<T>(wrapping(a) + wrapping(b)); })},
     {"sub", map2<T, T>([](T a, T b) { return static_cast<T>(wrapping(a) - wrapping(b)); })},
     {"mul", map2<T, T>([](T a, T b) { return static_cast<T>(wrapping(a) * wrapping(b)); })},
-    {"div", map2<T, T>([](T a, T b) { return b == 0 ? T{0} : b == -1 ? static_cast<T>(0 - wrapping(a)) : T(a / b); })},
+    {"div", map2<T, T>([](T a, T b) { return b == 0    ? T{0}
+                                             : b == -1 ? static_cast<T>(0 - wrapping(a))
+                                                       : T(a / b); })},
     {"max", map2<T, T>([](T a, T b) { return a > b ? a : b; })},
     {"min", map2<T, T>([](T a, T b) { return a < b ? a : b; })},
     {"pow", map2<T, T>([](T a, T b) { return power(a, b); })},
@@ -180,31 +182,45 @@ Body find_same_dtype(const std::string& name, int inputs, DType in) {
     return find(inputs == 1 ? one : two, name);
   };
   switch (in) {
-    case DType::f32: return choose(kFloat1, kFloat2);
-    case DType::i32: return choose(kInteger1<std::int32_t>, kInteger2<std::int32_t>);
-    case DType::i64: return choose(kInteger1<std::int64_t>, kInteger2<std::int64_t>);
-    case DType::boolean: return choose(kBool1, kBool2);
-    default: return nullptr;
+    case DType::f32:
+      return choose(kFloat1, kFloat2);
+    case DType::i32:
+      return choose(kInteger1<std::int32_t>, kInteger2<std::int32_t>);
+    case DType::i64:
+      return choose(kInteger1<std::int64_t>, kInteger2<std::int64_t>);
+    case DType::boolean:
+      return choose(kBool1, kBool2);
+    default:
+      return nullptr;
   }
 }
 
 Body find_to_bool(const std::string& name, int inputs, DType in) {
   if (inputs == 1) return in == DType::f32 ? find(kFloatToBool, name) : nullptr;
   switch (in) {
-    case DType::f32: return find(kCompare<float>, name);
-    case DType::i32: return find(kCompare<std::int32_t>, name);
-    case DType::i64: return find(kCompare<std::int64_t>, name);
-    case DType::boolean: return find(kCompare<Byte>, name);
-    default: return nullptr;
+    case DType::f32:
+      return find(kCompare<float>, name);
+    case DType::i32:
+      return find(kCompare<std::int32_t>, name);
+    case DType::i64:
+      return find(kCompare<std::int64_t>, name);
+    case DType::boolean:
+      return find(kCompare<Byte>, name);
+    default:
+      return nullptr;
   }
 }
 
 Body find_pick(DType dtype) {
   switch (item_size(dtype)) {
-    case 1: return pick<std::uint8_t>;
-    case 2: return pick<std::uint16_t>;
-    case 4: return pick<std::uint32_t>;
-    default: return pick<std::uint64_t>;
+    case 1:
+      return pick<std::uint8_t>;
+    case 2:
+      return pick<std::uint16_t>;
+    case 4:
+      return pick<std::uint32_t>;
+    default:
+      return pick<std::uint64_t>;
   }
 }
 
@@ -237,14 +253,14 @@ void scatter_run(const void* from, std::int64_t stride, std::int64_t n, void* to
 using Move = void (*)(const void*, std::int64_t, std::int64_t, void*);
 
 Move gather_of(std::int64_t size) {
-  return size == 1 ? gather_run<std::uint8_t>
+  return size == 1   ? gather_run<std::uint8_t>
          : size == 2 ? gather_run<std::uint16_t>
          : size == 4 ? gather_run<std::uint32_t>
                      : gather_run<std::uint64_t>;
 }
 
 Move scatter_of(std::int64_t size) {
-  return size == 1 ? scatter_run<std::uint8_t>
+  return size == 1   ? scatter_run<std::uint8_t>
          : size == 2 ? scatter_run<std::uint16_t>
          : size == 4 ? scatter_run<std::uint32_t>
                      : scatter_run<std::uint64_t>;
@@ -301,7 +317,8 @@ class Elementwise : public Kernel {
     const Tensor* views[kInputs + 1] = {&y, &y, &y, &y};
     for (const Tensor& x : context.in) {
       if (!x) continue;
-      require(inputs < kInputs && &x == &context.in[static_cast<std::size_t>(inputs)], "elementwise: inputs are missing");
+      require(inputs < kInputs && &x == &context.in[static_cast<std::size_t>(inputs)],
+              "elementwise: inputs are missing");
       require(x.ndim == y.ndim, "elementwise: every input needs y's shape (stride 0 broadcasts)");
       require_same_shape(x, y, y.ndim, "elementwise: every input needs y's shape (stride 0 broadcasts)");
       views[++inputs] = &x;

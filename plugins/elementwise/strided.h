@@ -15,11 +15,15 @@ LLMC_INLINE T* at(const Tensor& view, std::int64_t offset) {
 LLMC_INLINE std::int64_t item_size(DType dtype) {
   switch (dtype) {
     case DType::f32:
-    case DType::i32: return 4;
+    case DType::i32:
+      return 4;
     case DType::bf16:
-    case DType::f16: return 2;
-    case DType::i64: return 8;
-    case DType::boolean: return 1;
+    case DType::f16:
+      return 2;
+    case DType::i64:
+      return 8;
+    case DType::boolean:
+      return 1;
   }
   return 0;
 }
