@@ -1,0 +1,115 @@
+"""Writes the files of an engine, the weights as a stream, and last engine.json, which vouches for all others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import llmc
+from llmc.compiler import safetensors_writer
+from llmc.compiler.safetensors_writer import Tensor
+from llmc.compiler.staging import Staging
+from llmc.compiler.tokenizer import FrozenTokenizer
+from llmc.runtime import manifest as manifest_file
+from llmc.runtime import plan_file, selftest
+from llmc.runtime.engine import WEIGHTS
+from llmc.runtime.manifest import KvCacheSpec, Limits, Manifest, ModelFacts
+from llmc.runtime.plan import Plan
+from llmc.runtime.selftest import Golden
+
+
+@dataclass(frozen=True)
+class EngineContents:
+    """Everything that goes into an engine. ``recipe`` and ``report`` are JSON objects."""
+
+    target: str
+    limits: Limits
+    model: ModelFacts
+    kv_cache: KvCacheSpec
+    plan: Plan
+    weights: Sequence[Tensor]
+    graph: bytes
+    tokenizer: FrozenTokenizer | None
+    generation_config: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ArrayTensor:
+    """A tensor in memory, to be written."""
+
+    name: str
+    array: NDArray[Any]
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name."""
+        return self.array.dtype.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes."""
+        return self.array.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return self.array.nbytes
+
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """All at once."""
+        yield np.ascontiguousarray(self.array)
+
+
+def write_files(staging: Staging, contents: EngineContents, progress: Any) -> None:
+    """Write all but engine.json and the self-test.
+
+    Args:
+        staging: where to.
+        contents: what.
+        progress: its ``advance`` is told the bytes of weights.
+    """
+    weights = safetensors_writer.order(contents.weights)
+    staging.write_stream(WEIGHTS, safetensors_writer.pieces(weights), progress.advance)
+    staging.write(plan_file.NAME, plan_file.to_bytes(contents.plan))
+    staging.write("graph.onnx", contents.graph)
+    staging.write("recipe.json", to_json(contents.recipe))
+    staging.write("report.json", to_json(contents.report))
+    staging.write("tokenizer/generation_config.json", to_json(contents.generation_config))
+    if contents.tokenizer is not None:
+        for name, content in sorted(contents.tokenizer.files.items()):
+            staging.write(f"tokenizer/{name}", content)
+
+
+def write_manifest(staging: Staging, contents: EngineContents) -> None:
+    """Write engine.json for the files that are there."""
+    files = {name: entry for name, entry in staging.files.items() if name != manifest_file.NAME}
+    manifest = Manifest(
+        format=manifest_file.FORMAT,
+        llmc=llmc.__version__,
+        target=contents.target,
+        limits=contents.limits,
+        model=contents.model,
+        kv_cache=contents.kv_cache,
+        files=files,
+        inputs_sha256=hashlib.sha256(to_json(contents.recipe)).hexdigest(),
+    )
+    staging.write(manifest_file.NAME, manifest.to_bytes())
+
+
+def write_selftest(staging: Staging, goldens: Sequence[Golden]) -> None:
+    """Write the golden prompts."""
+    tensors = [ArrayTensor(name, array) for name, array in selftest.to_arrays(goldens).items()]
+    staging.write_stream(selftest.NAME, safetensors_writer.pieces(safetensors_writer.order(tensors)))
+
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """The same bytes for the same content."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()

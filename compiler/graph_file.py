@@ -1,0 +1,22 @@
+"""graph.onnx: the optimised graph for people and for cross-checks, without the weights."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+INLINE_BYTES = 4096
+"""Constants up to this size stay in the file."""
+
+
+def to_bytes(model: ir.Model) -> bytes:
+    """Serialise a model, with large initializers as inputs; the model is of no other use afterwards."""
+    graph = model.graph
+    for name, value in sorted(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is not None and tensor.nbytes <= INLINE_BYTES:
+            value.const_value = ir.tensor(tensor.numpy(), name=name)
+            continue
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+    return ir.to_proto(model).SerializeToString(deterministic=True)
