@@ -42,7 +42,11 @@ class KernelError(LlmcError):
 
 
 class RequestError(LlmcError):
-    """A request has a value that is out of bounds, or can never be served."""
+    """A request has a value that is out of bounds, or can never be served. ``field`` names the culprit, if it is one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
 
 
 class ResourceError(LlmcError):

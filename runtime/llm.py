@@ -1,0 +1,376 @@
+"""The Python API: load an engine, generate, chat, stream; or add requests and step by yourself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as ListOf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.runtime import resources
+from llmc.runtime.batch import Executor
+from llmc.runtime.output import Delta, RequestOutput, request_output
+from llmc.runtime.request import Request, SamplingParams, Sequence
+from llmc.runtime.sampling import Sampler
+from llmc.runtime.scheduler import Scheduler, SchedulerConfig
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
+    from llmc.runtime.tokenizer import Tokenizer
+
+Prompt = str | ListOf[int]
+Messages = ListOf[Mapping[str, Any]]
+
+DEFAULT_MAX_TOKENS = 16
+"""For prompts, if neither the request nor the model says otherwise; chats have the room left in the context."""
+
+MEMORY_SHARE = 0.25
+"""Of the available memory: what the KV cache takes at most by default."""
+
+MAX_LOGIT_BYTES = 64 << 20
+"""Of the logits of one step, beyond one row for each sequence: bounds what prompt_logprobs take."""
+
+
+class LLM:
+    """A loaded engine. Not for use from several threads at once.
+
+    ``generate`` and ``chat`` run a list to its end, ``stream`` yields one answer as it comes; for anything else there
+    is ``add_request``, ``step`` and ``abort``. What is added while others run joins the batch and changes no result.
+
+    Args:
+        engine_dir: the engine.
+        threads: default: the physical cores that this process may use.
+        kv_memory: bytes of KV cache, or a text such as ``2GiB``. Default: enough for all sequences at full length,
+            but at most a quarter of the available memory.
+        num_blocks: the same in blocks.
+        max_sequences, max_batch_tokens: lower than what the engine was built for, to save memory or shorten steps.
+        isa: an instruction set of `llmc.plugins.kernels.isas`. Default: the best.
+        parse_special_in_messages: texts of control tokens in chat messages become those tokens. Off: ordinary text.
+        check: recount the KV cache after every step.
+        expect_digest: ``sha256:...`` of engine.json.
+
+    Raises:
+        EngineError: the engine is missing, damaged or of another version.
+        ResourceError: the KV cache would not hold one sequence.
+        UsageError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        engine_dir: str | Path,
+        *,
+        threads: int | None = None,
+        kv_memory: int | str | None = None,
+        num_blocks: int | None = None,
+        max_sequences: int | None = None,
+        max_batch_tokens: int | None = None,
+        isa: str | None = None,
+        parse_special_in_messages: bool = False,
+        check: bool = False,
+        expect_digest: str | None = None,
+    ) -> None:
+        from llmc.runtime.devices.cpu import CpuExecutor
+
+        from llmc.runtime.engine import load_engine
+
+        engine = load_engine(engine_dir, expect_digest=expect_digest)
+        limits, facts = engine.limits, engine.model
+        sequences = _lowered("max_sequences", max_sequences, limits.max_sequences)
+        batch_tokens = _lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
+        config = SchedulerConfig(
+            max_seq_len=limits.max_seq_len,
+            max_batch_tokens=batch_tokens,
+            max_sequences=sequences,
+            max_logit_rows=min(batch_tokens, max(sequences, MAX_LOGIT_BYTES // (4 * facts.vocab_size))),
+            num_blocks=_num_blocks(engine, sequences, kv_memory, num_blocks),
+            block_size=engine.kv_cache.block_size,
+            has_state=bool(engine.plan.state_slots),
+            check=check,
+        )
+        tokenizer = None
+        if engine.read("tokenizer/tokenizer.json") is not None:
+            from llmc.runtime.tokenizer import Tokenizer
+
+            tokenizer = Tokenizer(
+                engine.tokenizer_json,
+                add_bos=facts.add_bos,
+                add_eos=facts.add_eos,
+                bos_token_id=facts.bos_token_id,
+                eos_token_ids=facts.eos_token_ids,
+                chat_template=engine.chat_template,
+                special_tokens=engine.special_tokens,
+                parse_special_in_messages=parse_special_in_messages,
+            )
+        self.engine: Engine | None = engine
+        self.threads = resources.physical_cores() if threads is None else threads
+        if self.threads < 1:
+            raise UsageError(f"threads: {threads} is less than 1")
+        executor = CpuExecutor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
+        default = engine.generation_config.get("max_new_tokens")
+        self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default)
+
+    @classmethod
+    def from_parts(
+        cls,
+        executor: Executor,
+        config: SchedulerConfig,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Collection[int] = (),
+        default_max_tokens: int | None = None,
+    ) -> Self:
+        """One around another executor, for tests."""
+        self = cls.__new__(cls)
+        self.engine, self.threads = None, 1
+        self._set_up(executor, config, vocab_size, tokenizer, eos_token_ids, default_max_tokens)
+        return self
+
+    def _set_up(
+        self,
+        executor: Executor,
+        config: SchedulerConfig,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Collection[int],
+        default_max_tokens: int | None,
+    ) -> None:
+        self.executor, self.tokenizer, self.vocab_size = executor, tokenizer, vocab_size
+        self.eos_token_ids, self._default_max_tokens = frozenset(eos_token_ids), default_max_tokens
+        sampler = Sampler(None if tokenizer is None else tokenizer.vocabulary.tokens_containing)
+        self.scheduler = Scheduler(executor, sampler, config)
+        self._requests: dict[int, Request] = {}
+        self._touched: dict[Sequence, None] = {}
+        self._next_id = 0
+
+    # -- whole answers ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | ListOf[Prompt], params: SamplingParams | ListOf[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue prompts (texts or token ids), all in flight at once; one result for each, in order.
+
+        Raises:
+            RequestError: a prompt or value is out of bounds; nothing is run then.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        each: Any = [prompts] if single else prompts
+        return self._run_all([(self.add_request, prompt) for prompt in each], params)
+
+    def chat(
+        self,
+        messages: Messages | ListOf[Messages],
+        params: SamplingParams | ListOf[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one chat, a list of ``{"role": ..., "content": ...}``, or several; options as in `add_chat`."""
+        chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
+
+        def add(chat: Any, params: SamplingParams | None) -> int:
+            return self.add_chat(chat, params, **options)
+
+        return self._run_all([(add, chat) for chat in chats], params)
+
+    def stream(
+        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[Delta]:
+        """Yield the continuation of a prompt, or the answer to a chat, as it comes. Closing the iterator aborts it."""
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        request_id = (
+            self.add_chat(prompt, params, **options)  # type: ignore[arg-type]
+            if is_chat
+            else self.add_request(prompt, params, **options)  # type: ignore[arg-type]
+        )
+        return self._stream(request_id)
+
+    # -- in flight ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a prompt; returns the id of the request. A lower ``priority`` is served earlier.
+
+        Raises:
+            RequestError: the prompt or a value is out of bounds; names the field.
+        """
+        params = params or SamplingParams()
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the engine has no tokenizer; use token ids", "prompt")
+            prompt = self.tokenizer.encode(prompt)
+        return self._add(list(prompt), params, priority, chat=False)
+
+    def add_chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | None = None,
+        *,
+        tools: ListOf[Mapping[str, Any]] | None = None,
+        documents: ListOf[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Queue a chat; returns the id of the request. ``template_variables``: such as ``{"enable_thinking": False}``.
+
+        Raises:
+            RequestError: the messages or a value are out of bounds; names the field.
+        """
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer; use generate with token ids", "messages")
+        prompt = self.tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            variables=template_variables,
+        )
+        return self._add(prompt, params or SamplingParams(), priority, chat=True)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._touched) or self.scheduler.has_work
+
+    def step(self) -> list[Delta]:
+        """Run one batch; returns what is new, of all requests."""
+        if not self._touched:
+            self._advance()
+        touched, self._touched = list(self._touched), {}
+        deltas = [self._delta(sequence) for sequence in touched]
+        for sequence in touched:
+            if sequence.request.finished:
+                self._requests.pop(sequence.request.id, None)
+        return deltas
+
+    def abort(self, request_id: int) -> None:
+        """End a request at any moment; unknown or finished ones are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.abort(request)
+            self._forget(request)
+
+    def close(self) -> None:
+        """End the process that renders chat templates. The rest goes with the object."""
+        if self.tokenizer is not None and self.tokenizer.chat_template is not None:
+            self.tokenizer.chat_template.close()
+
+    # -- behind it ----------------------------------------------------------------------------------------------------
+
+    def _add(self, prompt: list[int], params: SamplingParams, priority: int, *, chat: bool) -> int:
+        self._check(prompt, params)
+        room = max(0, self.scheduler.config.context - len(prompt))
+        max_tokens = params.max_tokens if params.max_tokens is not None else self._default_max_tokens
+        if max_tokens is None:
+            max_tokens = room if chat else max(DEFAULT_MAX_TOKENS, params.min_tokens)
+        request = Request(self._next_id, prompt, params, max_tokens, self.eos_token_ids, priority)
+        self.scheduler.add(request)
+        if self.tokenizer is not None:
+            for sequence in request.sequences:
+                sequence.text = self.tokenizer.stream(params, prompt, chat=chat)
+        self._next_id += 1
+        self._requests[request.id] = request
+        return request.id
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        """What depends on the model."""
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(f"{token!r} is not a token id below {self.vocab_size}", "prompt")
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(params, name):
+                if token >= self.vocab_size:
+                    raise RequestError(f"{token} is not a token id below {self.vocab_size}", name)
+        for name in ("stop", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise RequestError("the engine has no tokenizer, so there is no text to look at", name)
+
+    def _run_all(
+        self, additions: list[Any], params: SamplingParams | ListOf[SamplingParams] | None
+    ) -> list[RequestOutput]:
+        each = [params] * len(additions) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(additions):
+            raise RequestError(f"{len(each)} sets of parameters for {len(additions)} prompts", "params")
+        requests: list[Request] = []
+        try:
+            for (add, prompt), p in zip(additions, each, strict=True):
+                requests.append(self._requests[add(prompt, p)])
+            while not all(request.finished for request in requests):
+                self._advance()
+            return [request_output(request) for request in requests]
+        except RequestError as problem:
+            if len(additions) == 1:
+                raise
+            raise RequestError(f"prompt {len(requests)}: {problem}") from None
+        finally:
+            for request in requests:
+                self.abort(request.id)
+
+    def _stream(self, request_id: int) -> Iterator[Delta]:
+        request = self._requests[request_id]
+        try:
+            while True:
+                touched = [sequence for sequence in request.sequences if sequence in self._touched]
+                if not touched and request.finished:
+                    break
+                if not touched:
+                    self._advance()
+                for sequence in touched:  # others may step between two deltas
+                    self._touched.pop(sequence, None)
+                    yield self._delta(sequence)
+        finally:
+            self.abort(request_id)
+
+    def _advance(self) -> None:
+        for sequence in self.scheduler.step():
+            self._touched[sequence] = None
+
+    def _delta(self, sequence: Sequence) -> Delta:
+        first, sequence.num_reported = sequence.num_reported, sequence.num_generated
+        return Delta(
+            request_id=sequence.request.id,
+            choice=sequence.choice,
+            text="" if sequence.text is None else sequence.text.take(),
+            token_ids=tuple(sequence.tokens[sequence.num_prompt + first :]),
+            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs[first:]),
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=sequence.error,
+        )
+
+    def _forget(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self._touched.pop(sequence, None)
+
+
+def _lowered(name: str, value: int | None, limit: int) -> int:
+    if value is None:
+        return limit
+    if not 1 <= value <= limit:
+        raise UsageError(f"{name}: {value} is not in 1 to {limit}, which the engine was built for")
+    return value
+
+
+def _num_blocks(engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None) -> int:
+    """Blocks of the KV cache."""
+    size = engine.kv_cache.block_size
+    block_bytes = max(1, engine.kv_bytes_per_token * size)
+    per_sequence = -(-engine.limits.max_seq_len // size)
+    if num_blocks is not None and kv_memory is not None:
+        raise UsageError("num_blocks and kv_memory exclude each other")
+    if num_blocks is not None:
+        if num_blocks < 1:
+            raise UsageError(f"num_blocks: {num_blocks} is less than 1")
+        return num_blocks
+    if kv_memory is not None:
+        blocks = resources.parse_size(kv_memory) // block_bytes
+        if blocks < 1:
+            raise ResourceError(f"kv_memory: {kv_memory} is less than one block of {block_bytes} bytes")
+        return min(blocks, per_sequence * sequences)
+    available = resources.available_memory()
+    blocks = max(per_sequence, min(per_sequence * sequences, int(available * MEMORY_SHARE) // block_bytes))
+    if blocks * block_bytes > available:
+        raise ResourceError(
+            f"the KV cache of one sequence of {engine.limits.max_seq_len} tokens takes {blocks * block_bytes >> 20} "
+            f"MiB, but {available >> 20} MiB are available; set kv_memory, or build with a smaller --max-seq-len"
+        )
+    return blocks

@@ -1,0 +1,216 @@
+"""Logits to tokens. Every row is treated by itself, so what else runs in the batch can't matter.
+
+Random numbers are a function of (seed, choice, position) alone, hence a sequence that is computed again, or by other
+batches, draws the same tokens. Ties go to the lowest id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.runtime.request import SamplingParams, Sequence
+
+Scores = NDArray[np.float32]
+Ids = NDArray[np.intp]
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, as in OpenAI's API."""
+
+NUCLEUS_STEPS = (128, 4096)
+"""Sizes of the sets of most likely tokens that are sorted, until one holds top_p of the probability."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token, and the most likely ones in its place: (id, log-probability), best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The next token of a sequence, or why there is none."""
+
+    token: int = -1
+    logprob: TokenLogprob | None = None
+    error: str | None = None
+
+
+class PenaltyState:
+    """Which tokens a sequence has: ``seen`` [vocabulary] in prompt or output, ``counts`` how often in the output."""
+
+    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
+        self.seen = np.zeros(vocab_size, bool)
+        self.counts = np.zeros(vocab_size, np.int32)
+        self.seen[sequence.tokens[: sequence.num_prompt]] = True
+        self._length = sequence.num_prompt
+
+    def update(self, tokens: list[int]) -> None:
+        """Take in the tokens that came since."""
+        for token in tokens[self._length :]:
+            self.seen[token] = True
+            self.counts[token] += 1
+        self._length = len(tokens)
+
+
+class Sampler:
+    """Chooses tokens.
+
+    Args:
+        tokens_containing: ids of the tokens whose own text contains one of the given strings, for bad_words.
+    """
+
+    def __init__(self, tokens_containing: Callable[[tuple[str, ...]], Ids] | None = None) -> None:
+        self._banned = lru_cache(maxsize=64)(tokens_containing) if tokens_containing else None
+
+    def sample(self, logits: Scores, rows: ListOf[int], sequences: ListOf[Sequence]) -> list[Sampled]:
+        """The next token of each sequence; ``logits`` [N, vocabulary], that of sequence i is row ``rows[i]``."""
+        return [self._sample(logits[row], sequence) for row, sequence in zip(rows, sequences, strict=True)]
+
+    def score_prompt(self, sequence: Sequence, position: int, logits: Scores) -> None:
+        """Record log-probabilities of the prompt from ``position + 1`` on, given the logits from ``position`` on."""
+        request = sequence.request
+        count = request.params.prompt_logprobs
+        assert count is not None, "nobody asked for prompt_logprobs"
+        for row, token in zip(logits, request.prompt[position + 1 :], strict=False):
+            request.prompt_logprobs.append(log_probability(row, token, count))
+
+    def _sample(self, row: Scores, sequence: Sequence) -> Sampled:
+        params = sequence.request.params
+        scores = self._adjust(row, sequence)
+        attempt = 0
+        while True:
+            if params.temperature == 0:
+                token = int(scores.argmax())
+            else:
+                draw = uniform(sequence.request.seed, sequence.choice, len(sequence.tokens), attempt)
+                token = sample_token(scores, params, draw)
+            if not np.isfinite(scores[token]):
+                if np.isnan(scores).any() or np.isposinf(scores).any():
+                    return Sampled(error="the model computed logits that are not finite")
+                return Sampled(error="no token is allowed: bad_words, logit_bias and min_tokens rule out all of them")
+            if (
+                not params.bad_words
+                or sequence.text is None
+                or not sequence.text.would_contain(token, params.bad_words)
+            ):
+                break
+            # Drawn anew with another random number: together that is a draw from what remains.
+            scores = scores.copy() if scores is row else scores
+            scores[token] = -np.inf
+            attempt += 1
+        if params.logprobs is None and params.num_choices == params.n:
+            return Sampled(token)
+        return Sampled(token, log_probability(row, token, params.logprobs or 0))
+
+    def _adjust(self, row: Scores, sequence: Sequence) -> Scores:
+        """The row itself, or a copy with penalties, biases and masks."""
+        params = sequence.request.params
+        too_early = sequence.num_generated < params.min_tokens
+        if not (params.needs_penalties or params.logit_bias or params.bad_words or too_early):
+            return row
+        scores = row.copy()
+        if params.needs_penalties:
+            self._penalize(scores, sequence)
+        if params.logit_bias:
+            scores[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
+        if too_early:
+            scores[list(sequence.end_token_ids)] = -np.inf
+        if params.bad_words and self._banned is not None:
+            scores[self._banned(tuple(params.bad_words))] = -np.inf
+        return scores
+
+    def _penalize(self, scores: Scores, sequence: Sequence) -> None:
+        params = sequence.request.params
+        if sequence.penalties is None:
+            sequence.penalties = PenaltyState(sequence, len(scores))
+        state = sequence.penalties
+        state.update(sequence.tokens)
+        if params.repetition_penalty != 1:
+            seen = np.flatnonzero(state.seen)
+            factor = np.float32(params.repetition_penalty)
+            scores[seen] = np.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            used = np.flatnonzero(state.counts)
+            scores[used] -= (
+                np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * state.counts[used]
+            )
+
+
+def uniform(seed: int, choice: int, position: int, attempt: int = 0) -> float:
+    """A random number in [0, 1), a function of its arguments."""
+    digest = hashlib.blake2b(struct.pack("<qIII", seed, choice, position, attempt), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
+    """The token at which the cumulative probability, of the tokens that the filters leave, exceeds ``draw``.
+
+    Filters in the order of transformers: top_k, top_p of what is left, min_p.
+    """
+    highest = scores.max()
+    if not np.isfinite(highest):
+        return int(scores.argmax())
+    with np.errstate(over="ignore"):
+        scaled = (scores - highest) / np.float32(max(params.temperature, 1e-30))
+    ids: Ids | None = None
+    if 0 < params.top_k < len(scores):
+        ids = largest(scaled, params.top_k)
+    if params.top_p < 1:
+        ids = _nucleus(scaled, ids, params.top_p)
+    probabilities = np.exp(scaled if ids is None else scaled[ids])
+    if params.min_p > 0:  # the highest probability is exp(0)
+        probabilities[probabilities < params.min_p] = 0
+    cumulative = np.cumsum(probabilities, dtype=np.float64)
+    index = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    if index == len(cumulative):  # the product was rounded up
+        index = int(np.flatnonzero(probabilities)[-1])
+    return index if ids is None else int(ids[index])
+
+
+def largest(scores: Scores, count: int) -> Ids:
+    """The ids of the ``count`` largest scores, in falling order; ties: lowest id first."""
+    if count < len(scores):
+        bound = np.partition(scores, len(scores) - count)[len(scores) - count]
+        above = np.flatnonzero(scores > bound)
+        ids = np.concatenate([above, np.flatnonzero(scores == bound)[: count - len(above)]])
+    else:
+        ids = np.arange(len(scores))
+    return ids[np.argsort(-scores[ids], kind="stable")]
+
+
+def _nucleus(scaled: Scores, ids: Ids | None, top_p: float) -> Ids:
+    """The smallest set of most likely tokens (of ``ids``, sorted, if given) with ``top_p`` of the probability."""
+    if ids is not None:
+        cumulative = np.cumsum(np.exp(scaled[ids]), dtype=np.float64)
+        return ids[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1]
+    goal = top_p * float(np.exp(scaled).sum(dtype=np.float64))
+    for count in (*NUCLEUS_STEPS, len(scaled)):
+        ids = largest(scaled, min(count, len(scaled)))
+        cumulative = np.cumsum(np.exp(scaled[ids]), dtype=np.float64)
+        if cumulative[-1] >= goal:
+            break
+    assert ids is not None, "the loop above ran"
+    return ids[: int(np.searchsorted(cumulative, goal)) + 1]
+
+
+def log_probability(row: Scores, token: int, count: int) -> TokenLogprob:
+    """Log-probability of a token and of the ``count`` most likely ones under the model's own distribution."""
+    highest = row.max()
+    total = float(highest) + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
+
+    def logprob(i: int) -> float:
+        return max(float(row[i]) - total, LOWEST_LOGPROB)
+
+    top = tuple((int(i), logprob(int(i))) for i in largest(row, count)) if count else ()
+    return TokenLogprob(token, logprob(token), top)
