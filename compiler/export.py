@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from llmc.errors import CompileError, LlmcError
 
@@ -24,11 +26,11 @@ def export(model: nn.Module, max_seq_len: int) -> fx.GraphModule:
     """
     wrapped = _Wrapped(model)
     name = type(model).__name__
-    ids = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device="meta")
-    rows = torch.zeros(3, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long)
+    rows = torch.zeros(3, dtype=torch.long)
     auto = torch.export.Dim.AUTO
     try:
-        with torch.no_grad():
+        with torch.no_grad(), mock.patch.object(FakeTensorMode, "from_tensor", _fake_on_cpu):
             program = torch.export.export(
                 wrapped,
                 (ids, torch.zeros_like(ids), rows),
@@ -42,6 +44,21 @@ def export(model: nn.Module, max_seq_len: int) -> fx.GraphModule:
     module = program.module(check_guards=False)
     assert isinstance(module, fx.GraphModule), f"torch.export gave {type(module)}"
     return _renamed(module, wrapped)
+
+
+_from_tensor = FakeTensorMode.from_tensor
+
+
+def _fake_on_cpu(self: FakeTensorMode, tensor: Tensor, **options: Any) -> Any:
+    """Let parameters on the meta device be traced as if they were on the CPU.
+
+    Constants that the model makes on the device of its parameters then keep their numbers, and the graph names no device
+    that it can't run on.
+    """
+    fake = _from_tensor(self, tensor, **options)
+    if isinstance(fake, FakeTensor) and fake.fake_device.type == "meta":
+        fake.fake_device = torch.device("cpu")
+    return fake
 
 
 class _Wrapped(nn.Module):
@@ -120,34 +137,21 @@ def _renamed(module: fx.GraphModule, wrapped: _Wrapped) -> fx.GraphModule:
             graph.erase_node(node)
         elif node.op == "output":
             node.args = (fx.node.map_arg(node.args[0], lambda n: n)[0],)  # a tuple of one
-    _on_cpu(graph)
+    _strip_wrapper(graph)
     graph.set_codegen(fx.graph.CodeGen())
     return fx.GraphModule(root, graph, type(model).__name__)
 
 
-def _on_cpu(graph: fx.Graph) -> None:
-    """Let the graph run on the CPU: fake values, and the devices that calls name. Module paths lose the wrapper."""
+def _strip_wrapper(graph: fx.Graph) -> None:
+    """Module paths as the model names them."""
     stacks: dict[int, Any] = {}
     for node in graph.nodes:
-        node.args, node.kwargs = _without_meta(node.args), _without_meta(node.kwargs)
-        if "val" in node.meta:
-            node.meta["val"] = torch.utils._pytree.tree_map_only(Tensor, _cpu_fake, node.meta["val"])
         stack = node.meta.get("nn_module_stack")
         if stack:
             if id(stack) not in stacks:
                 inner = {key: (path.removeprefix("model."), kind) for key, (path, kind) in stack.items() if path}
                 stacks[id(stack)] = inner
             node.meta["nn_module_stack"] = stacks[id(stack)]
-
-
-def _cpu_fake(value: Any) -> Tensor:
-    with value.fake_mode:
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
-
-
-def _without_meta(argument: Any) -> Any:
-    meta, cpu = torch.device("meta"), torch.device("cpu")
-    return torch.utils._pytree.tree_map_only(torch.device, lambda device: cpu if device == meta else device, argument)
 
 
 def _attribute(module: nn.Module, target: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llmc.compiler.probe import expert_function
+from llmc.compiler.probe import ExpertFunction, expert_function
 from llmc.compiler.torch_ops import register_ops
 from llmc.errors import CompileError
 
@@ -24,6 +24,10 @@ NAME = "llmc"
 UNLIMITED = 1 << 30
 """A window or chunk of this size is none; it stands for a window that the config leaves out."""
 
+_OWN_ATTENTION = (
+    "it computes attention by itself and not through the attention interface of transformers; such a family needs a fix "
+    "in compiler/families"
+)
 _MASKS = {
     "create_causal_mask": "causal",
     "create_sliding_window_causal_mask": "sliding",
@@ -83,13 +87,34 @@ def attend(
     return out.unsqueeze(0)
 
 
+def moe(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    function: ExpertFunction,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Experts: x [T, H], ids and weights [T, K], gate_up [E, 2I, H], down [E, H, I] -> [T, H]. See llmc::moe."""
+    tensors = (x, ids, weights, gate_up, down, gate_up_bias, down_bias)
+    y: Tensor = torch.ops.llmc.moe(*tensors, **function.attributes())
+    return y
+
+
+class _OwnAttention(CompileError, AttributeError):
+    """A model treats its mask as a tensor; ``hasattr`` on a mask is false all the same."""
+
+
 @dataclass(frozen=True)
 class Mask:
     """Stands in for a mask tensor: says which mask the model asked for, and flows to the attention hook unchanged."""
 
     kind: str
     """causal, sliding or chunked."""
-    size: int = 0
+    reach: int = 0
+    """Size of the window or chunk."""
 
     def __getitem__(self, index: Any) -> Mask:  # some models cut the mask to the number of keys
         return self
@@ -97,6 +122,14 @@ class Mask:
     def to(self, *_: Any, **__: Any) -> Mask:
         """Itself: it has no dtype and no device."""
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise _OwnAttention(_OWN_ATTENTION)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        """Refuse arithmetic with the mask."""
+        raise CompileError(_OWN_ATTENTION)
 
 
 def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Mask:
@@ -137,7 +170,7 @@ def _attention(
         attention_mask = Mask("sliding" if sliding_window else "causal", int(sliding_window or 0))
     if not isinstance(attention_mask, Mask):
         raise CompileError(f"{where}: attention with a mask of the model's own is not supported")
-    kind, size = attention_mask.kind, attention_mask.size
+    kind, size = attention_mask.kind, attention_mask.reach
     out = attend(
         query,
         key,
@@ -165,16 +198,11 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     top_k = top_k_index.shape[-1]
     ids, scores = top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
-
-    def moe(ids: Tensor, scores: Tensor) -> Tensor:
-        y: Tensor = torch.ops.llmc.moe(x, ids, scores, *weights, gate_up_bias, down_bias, **found.attributes())
-        return y
-
     if not getattr(self, "has_post_expert_norm", False):
-        return moe(ids, scores).reshape(hidden_states.shape)
+        return moe(x, ids, scores, *weights, found, gate_up_bias, down_bias).reshape(hidden_states.shape)
     # A norm of each expert's output: one choice at a time, weighted after the norm.
     y = torch.zeros_like(x)
-    for choice in range(top_k):
-        one = moe(ids[:, choice : choice + 1], torch.ones_like(scores[:, choice : choice + 1]))
-        y = y + self.post_expert_norm(one) * scores[:, choice : choice + 1]
+    for one_id, score in zip(ids.split(1, 1), scores.split(1, 1), strict=True):
+        one = moe(x, one_id, torch.ones_like(score), *weights, found, gate_up_bias, down_bias)
+        y = y + self.post_expert_norm(one) * score
     return y.reshape(hidden_states.shape)

@@ -93,8 +93,19 @@ def build_model(
                 model = _build_eager(found, config, attention, options)
     except Exception as problem:
         raise CompileError(f"{found.__name__}: transformers can't build it from this config: {problem!r}") from problem
+    if device == "meta":
+        _drop_numbers(model)
     built: nn.Module = model.eval()
     return built
+
+
+def _drop_numbers(model: nn.Module) -> None:
+    """Move the parameters that some factories make on the CPU all the same (torch.normal) to the meta device."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and not p.is_meta:
+                module._parameters[name] = moved.setdefault(id(p), nn.Parameter(p.to("meta"), p.requires_grad))
 
 
 def _build_eager(found: Any, config: Any, attention: str, options: Mapping[str, Any]) -> Any:

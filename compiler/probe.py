@@ -50,6 +50,17 @@ class ExpertFunction:
     alpha: float = 0.0
     limit: float = 0.0
 
+    @classmethod
+    def of(cls, activation: str | None, module: nn.Module) -> ExpertFunction:
+        """The plain gated form with this activation, for family fixes.
+
+        Raises:
+            CompileError: the activation is not known.
+        """
+        if activation is None:
+            raise CompileError(f"{type(module).__name__}: the activation of its experts is not known")
+        return cls(activation, gated=True)
+
     def attributes(self) -> dict[str, Any]:
         """As keywords of the op."""
         return asdict(self)

@@ -120,7 +120,7 @@ def _prepared(config: Any) -> Any:
         layer_types = getattr(part, "layer_types", None) or ()
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
             if hasattr(part, name) and not getattr(part, name):
-                setattr(part, name, hooks.UNLIMITED if kind in layer_types else None)
+                setattr(part, name, hooks.UNLIMITED if kind in layer_types or getattr(part, name) == 0 else None)
         rope = getattr(part, "rope_parameters", None) or {}
         for parameters in (rope, *rope.values()):
             if isinstance(parameters, dict) and parameters.get("apply_yarn_scaling") is False:
@@ -134,10 +134,10 @@ def _program(module: fx.GraphModule, model: nn.Module, config: Any, notes: Mappi
     names, values = {}, {}
     for target in sorted({str(node.target) for node in module.graph.find_nodes(op="get_attr")}):
         value = module.get_buffer(target)
-        if not value.is_meta:
-            values[target] = value
-        elif target in stored:
+        if target in stored:
             names[target] = target
+        elif not value.is_meta:
+            values[target] = value
         else:
             raise CompileError(f"{target}: the model computes this constant when it is built, in a way that is lost")
     return TracedProgram(module, names, values, config, notes)

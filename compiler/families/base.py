@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,13 @@ class Fix:
     """Makes a small config of the family, for the fix's test."""
     reference: str = "eager"
     """The attention implementation of transformers to compare with."""
+
+
+def modules_of(model: nn.Module, class_name: str) -> Iterator[Any]:
+    """The modules of a model whose class has this name, or is derived from one that has it."""
+    for module in model.modules():
+        if any(kind.__name__ == class_name for kind in type(module).__mro__):
+            yield module
 
 
 @cache

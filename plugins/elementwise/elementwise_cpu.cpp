@@ -318,14 +318,14 @@ class Elementwise : public Kernel {
     for (const Tensor& x : context.in) {
       if (!x) continue;
       require(inputs < kInputs && &x == &context.in[static_cast<std::size_t>(inputs)],
-              "elementwise: inputs are missing");
-      require(x.ndim == y.ndim, "elementwise: every input needs y's shape (stride 0 broadcasts)");
-      require_same_shape(x, y, y.ndim, "elementwise: every input needs y's shape (stride 0 broadcasts)");
+              "inputs are missing");
+      require(x.ndim == y.ndim, "every input needs y's shape (stride 0 broadcasts)");
+      require_same_shape(x, y, y.ndim, "every input needs y's shape (stride 0 broadcasts)");
       views[++inputs] = &x;
     }
-    require(inputs > 0, "elementwise: no input");
+    require(inputs > 0, "no input");
     const Body body = find_body(function_, inputs, context);
-    if (body == nullptr) fail("elementwise: no function '" + function_ + "' of such inputs");
+    if (body == nullptr) fail("no function '" + function_ + "' of such inputs");
     if (y.numel() == 0) return;
 
     Walk<kInputs + 1> walk(views, y.ndim);

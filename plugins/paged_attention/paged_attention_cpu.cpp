@@ -137,15 +137,15 @@ class PagedAttention : public Kernel {
       case DType::f16:
         return typed<f16>(context, slot);
       default:
-        fail("paged_attention: the cache must be float32, bfloat16 or float16");
+        fail("the cache must be float32, bfloat16 or float16");
     }
   }
 
  private:
   const KvSlot& check(const Context& context) const {
     require(context.in.size() == 5 && context.out.size() == 1,
-            "paged_attention: expected q, k, v, sinks?, slopes? -> y");
-    require(slot_ >= 0 && slot_ < static_cast<std::int64_t>(context.kv.slots.size()), "paged_attention: no such slot");
+            "expected q, k, v, sinks?, slopes? -> y");
+    require(slot_ >= 0 && slot_ < static_cast<std::int64_t>(context.kv.slots.size()), "no such slot");
     const KvSlot& slot = context.kv.slots[static_cast<std::size_t>(slot_)];
     const Tensor &q = context.in[0], &k = context.in[1], &v = context.in[2], &y = context.out[0];
     const std::int64_t rows = context.batch.tokens;
@@ -153,21 +153,21 @@ class PagedAttention : public Kernel {
       return x.dtype == DType::f32 && x.ndim == 3 && x.shape[0] == a && x.shape[1] == b && x.shape[2] == c;
     };
     require(q.ndim == 3 && q.shape[1] > 0 && q.shape[1] % slot.kv_heads == 0,
-            "paged_attention: kv heads must divide q's heads");
-    require(fits(q, rows, q.shape[1], slot.key_dim), "paged_attention: q must be float32 [T, heads, key_dim]");
+            "kv heads must divide q's heads");
+    require(fits(q, rows, q.shape[1], slot.key_dim), "q must be float32 [T, heads, key_dim]");
     require(fits(y, rows, q.shape[1], slot.value_dim) && y.stride[2] == 1,
-            "paged_attention: y must be float32 [T, heads, value_dim], contiguous in value_dim");
+            "y must be float32 [T, heads, value_dim], contiguous in value_dim");
     if (write_) {
-      require(fits(k, rows, slot.kv_heads, slot.key_dim), "paged_attention: k must be float32 [T, kv_heads, key_dim]");
+      require(fits(k, rows, slot.kv_heads, slot.key_dim), "k must be float32 [T, kv_heads, key_dim]");
       require(fits(v, rows, slot.kv_heads, slot.value_dim),
-              "paged_attention: v must be float32 [T, kv_heads, value_dim]");
+              "v must be float32 [T, kv_heads, value_dim]");
     }
     for (const Tensor* x : {&context.in[3], &context.in[4]}) {
       if (!*x) continue;
       require(x->dtype == DType::f32 && x->ndim == 1 && x->shape[0] == q.shape[1],
-              "paged_attention: sinks and slopes must be float32 [heads]");
+              "sinks and slopes must be float32 [heads]");
     }
-    require(context.kv.block_size % kLanes == 0, "paged_attention: the block size must be a multiple of 16");
+    require(context.kv.block_size % kLanes == 0, "the block size must be a multiple of 16");
     return slot;
   }
 
