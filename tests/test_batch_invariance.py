@@ -56,10 +56,10 @@ def test_preemption_changes_nothing(engine: Engine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=3)
     small = LLM(engine.path, num_blocks=8, threads=2, check=True)
     results = small.generate(prompts, params)
-    assert small.scheduler.num_preemptions > 0
+    assert small.scheduler.statistics.preemptions > 0
     large = LLM(engine.path, num_blocks=256, threads=1, check=True)
     for prompt, result in zip(prompts, results, strict=True):
         (alone,) = large.generate([prompt], params)
         assert result.token_ids == alone.token_ids
         assert result.logprobs == alone.logprobs  # floats, compared exactly
-    assert large.scheduler.num_preemptions == 0
+    assert large.scheduler.statistics.preemptions == 0
