@@ -128,7 +128,7 @@ def _cut(e: Emitter, value: ir.Value, dims: Dims, dim: int) -> ir.Value:
 
 
 def _scatter(reduction: str) -> Converter:
-    """scatter and scatter_add, with a tensor or a number as the source."""
+    """Scatter and scatter_add, with a tensor or a number as the source."""
 
     def convert(e: Emitter, node: fx.Node) -> ir.Value:
         x, dim, index, src = node.args[:4]

@@ -57,7 +57,7 @@ def reduce_bool(e: Emitter, x: ir.Value, function: str, axes: list[int], keep: b
 
 
 def _extreme(reduce: str, arg: str, largest: bool) -> Converter:
-    """max and min: of everything; or along an axis, with the place where it is."""
+    """Max and min: of everything; or along an axis, with the place where it is."""
 
     def convert(e: Emitter, node: fx.Node) -> ir.Value | list[ir.Value]:
         x = e.operand(node.args[0])
@@ -81,7 +81,7 @@ def _arg_extreme(op: str) -> Converter:
 
 
 def _variance(root: bool) -> Converter:
-    """var and std: the mean of squared distances from the mean, with n - correction in the divisor."""
+    """Variance and deviation: the mean of squared distances from the mean, with n - correction in the divisor."""
 
     def convert(e: Emitter, node: fx.Node) -> ir.Value:
         variance, _ = _moments(e, node)
