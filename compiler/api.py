@@ -1,0 +1,160 @@
+"""What the compiler does, in order: a model directory (or GGUF file) becomes an engine directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from llmc.compiler import facts, graph_file
+from llmc.compiler.checkpoint import Checkpoint
+from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
+from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
+from llmc.compiler.estimate import Estimate, check_disk, estimate
+from llmc.compiler.golden import record_goldens
+from llmc.compiler.lower import LoweredModel, lower
+from llmc.compiler.pipeline import make_graph
+from llmc.compiler.progress import Progress
+from llmc.compiler.staging import stage
+from llmc.compiler.targets.base import Target, find_target
+from llmc.compiler.trace import TracedProgram, trace
+from llmc.runtime import manifest
+from llmc.runtime.manifest import KvCacheSpec, ModelFacts
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled model before it is written. The weights are still in the checkpoint."""
+
+    checkpoint: Checkpoint
+    program: TracedProgram
+    graph: ir.Model
+    lowered: LoweredModel
+    target: Target
+    limits: Limits
+    dtype: str
+    kv_dtype: str
+
+    @property
+    def estimate(self) -> Estimate:
+        """Sizes of the engine, and the memory to run it."""
+        return estimate(self.lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE))
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What was built. ``digest`` is the SHA-256 of engine.json, which holds those of the other files."""
+
+    path: Path
+    model: ModelFacts
+    limits: Limits
+    kv_dtype: str
+    estimate: Estimate
+    engine_bytes: int
+    digest: str
+    report: Mapping[str, Any]
+
+
+def build_engine(
+    model: Path | str,
+    engine: Path | str,
+    config: BuildConfig | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> BuildResult:
+    """Compile a model and publish the engine: at its place there is a complete engine afterwards, or what was before.
+
+    Args:
+        model: a Hugging Face model directory, or a GGUF file.
+        engine: the directory to make.
+        config: options.
+        force: replace an engine that is there.
+        progress: told what is being done.
+
+    Raises:
+        LlmcError: by its kind; nothing is left behind.
+    """
+    config, progress = config or BuildConfig(), progress or Progress()
+    with stage(Path(engine), force) as staging:
+        checkpoint = open_checkpoint(model, config, progress)
+        tokenizer = checkpoint.tokenizer()
+        with facts.InputHashes(checkpoint) as inputs:  # reads the files while Python traces
+            compiled = compile_model(checkpoint, config, progress)
+            check_disk(compiled.estimate, staging.path)
+            progress.step("hashing the model")
+            contents = _contents(compiled, config, tokenizer, inputs.result())
+        progress.step("writing weights", compiled.estimate.weight_bytes)
+        write_files(staging, contents, progress)
+        write_manifest(staging, contents)
+        progress.step("recording golden prompts")
+        write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
+        write_manifest(staging, contents)
+        progress.step("flushing to disk")
+    return BuildResult(
+        path=Path(engine),
+        model=contents.model,
+        limits=compiled.limits,
+        kv_dtype=compiled.kv_dtype,
+        estimate=compiled.estimate,
+        engine_bytes=sum(entry.size for entry in staging.files.values()),
+        digest=staging.files[manifest.NAME].sha256,
+        report=contents.report,
+    )
+
+
+def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) -> Checkpoint:
+    """Open the model and pass on its warnings."""
+    progress.step("reading the model")
+    checkpoint = Checkpoint.open(model, allow_hard_links=config.allow_hard_links)
+    for warning in checkpoint.warnings:
+        progress.note(warning)
+    return checkpoint
+
+
+def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progress) -> Compiled:
+    """All stages up to the plan. No weight is read."""
+    target = find_target(config.target)
+    limits = facts.limits(checkpoint.config, config)
+    dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
+    progress.step("tracing")
+    program = trace(checkpoint.config, max_seq_len=limits.max_seq_len)
+    for note in program.notes.values():
+        progress.note(note)
+    progress.step("fusing")
+    graph = make_graph(program, checkpoint.weight)
+    progress.step("lowering")
+    lowered = lower(graph, target, limits, dtype)
+    return Compiled(
+        checkpoint,
+        program,
+        graph,
+        lowered,
+        target,
+        limits,
+        dtype,
+        dtype if config.kv_dtype == "auto" else config.kv_dtype,
+    )
+
+
+def _contents(
+    compiled: Compiled, config: BuildConfig, tokenizer: Any, inputs: dict[str, dict[str, Any]]
+) -> EngineContents:
+    notes, plan = compiled.program.notes, compiled.lowered.plan
+    model = facts.model_facts(compiled.checkpoint, notes, plan, tokenizer, compiled.dtype)
+    return EngineContents(
+        target=compiled.target.name,
+        limits=manifest.Limits(**vars(compiled.limits)),
+        model=model,
+        kv_cache=KvCacheSpec(compiled.kv_dtype, BLOCK_SIZE),
+        plan=plan,
+        weights=list(compiled.lowered.weights.values()),
+        graph=graph_file.to_bytes(compiled.graph),
+        tokenizer=tokenizer,
+        generation_config=facts.generation_config(compiled.checkpoint),
+        recipe=facts.recipe(config, compiled.limits, inputs),
+        report=facts.report(compiled.checkpoint, compiled.lowered, compiled.estimate, tokenizer, notes),
+    )

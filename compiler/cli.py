@@ -1,0 +1,165 @@
+"""The commands that look at models and make engines. What is heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmc.errors import UsageError
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", "engine", type=click.Path(path_type=Path), help="The engine directory to make.")
+@click.option(
+    "--dtype", default="auto", show_default=True, help="Of the weights: auto (the checkpoint's), float32, ..."
+)
+@click.option("--kv-dtype", default="auto", show_default=True, help="Of the KV cache: auto (that of the weights), ...")
+@click.option("--max-seq-len", type=click.IntRange(1), help="Tokens of a sequence. [default: the model's, up to 32768]")
+@click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a step.")
+@click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")
+@click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
+@click.option("--quant", default="none", show_default=True, help="Quantization method.")
+@click.option("--allow-hard-links", is_flag=True, help="Accept model files that have a second name elsewhere.")
+@click.option("--dry-run", is_flag=True, help="Compile without writing; print sizes, memory and disk needed.")
+@click.option("--force", is_flag=True, help="Replace an engine that is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--quiet", is_flag=True, help="No progress.")
+def build(
+    model: Path, engine: Path | None, quant: str, dry_run: bool, force: bool, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """Compile a model directory or GGUF file into an engine directory.
+
+    \b
+    llmc build model/ -o engine/
+    llmc build model.gguf -o engine/ --dtype float32 --max-seq-len 4096
+    """  # noqa: D301 - click's mark for lines that it must not wrap
+    from llmc.compiler.api import build_engine, compile_model, open_checkpoint
+    from llmc.compiler.config import BuildConfig
+    from llmc.compiler.progress import progress_for
+    from llmc.compiler.summary import built, planned
+
+    config = BuildConfig(quantization=quant, **options)
+    if engine is None and not dry_run:
+        raise UsageError("say where the engine goes: -o ENGINE (or --dry-run to write nothing)")
+    signal.signal(signal.SIGTERM, _interrupt)
+    with progress_for(quiet) as progress:
+        if engine is None or dry_run:
+            compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
+            result = planned(compiled)
+        else:
+            result = built(build_engine(model, engine, config, force=force, progress=progress))
+    result |= {"seconds": progress.seconds, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    _print(result, as_json)
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def inspect(path: Path, as_json: bool) -> None:
+    """Show what is in a model directory, a GGUF file or an engine: sizes, memory, plan.
+
+    Files of an engine are verified. A CUDA engine holds machine code: load one only if you trust who built it.
+    """
+    from llmc.runtime import manifest
+
+    if (path / manifest.NAME).exists():
+        from llmc.compiler.inspect_engine import describe
+        from llmc.runtime.engine import load_engine
+
+        _print(describe(load_engine(path)), as_json)
+        return
+    from llmc.compiler.inspect_model import describe_model
+
+    _print(describe_model(path), as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def passes(as_json: bool) -> None:
+    """List the graph passes in the order in which they run."""
+    from llmc.passes import ordered_passes
+    from llmc.passes.fx import ordered_fx_passes
+
+    rows = [{"stage": "fx", "name": p.__name__, "what": _first_line(p)} for p in ordered_fx_passes()]
+    rows += [{"stage": p.stage.name.lower(), "name": p.__name__, "what": _first_line(p)} for p in ordered_passes()]
+    _print_rows(rows, as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def ops(as_json: bool) -> None:
+    """List the ops, their inputs and attributes, and the kernels of this build."""
+    from llmc.plugins import all_ops, kernels
+
+    available, isas = set(kernels.ops()), ", ".join(kernels.isas())
+    rows = [
+        {
+            "op": op.name,
+            "inputs": ", ".join(op.inputs),
+            "outputs": ", ".join(op.outputs),
+            "attributes": ", ".join(f"{name}: {kind.__name__}" for name, kind in op.attributes.items()),
+            "kernels": f"cpu ({isas})" if op.name in available else "none",
+        }
+        for op in all_ops().values()
+    ]
+    _print_rows(rows, as_json)
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
+def targets(as_json: bool) -> None:
+    """List the targets that an engine can be built for."""
+    from llmc.compiler.targets.base import all_targets
+
+    _print_rows([{"target": t.name, "device": t.device, "what": t.summary} for t in all_targets().values()], as_json)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """End as with Ctrl-C, so that what was written is removed."""
+    raise KeyboardInterrupt
+
+
+def _first_line(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().partition("\n")[0]
+
+
+def _print(result: dict[str, Any], as_json: bool) -> None:
+    """A result of several sections; ``_table`` names those that only people read."""
+    if as_json:
+        click.echo(json.dumps(result, indent=1, ensure_ascii=False))
+        return
+    from llmc.compiler.summary import rows_for_people
+
+    _print_pairs(rows_for_people(result))
+
+
+def _print_pairs(rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def _print_rows(rows: list[dict[str, str]], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    if not sys.stdout.isatty():  # whole lines for other programs
+        for row in rows:
+            click.echo("\t".join(row.values()))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold")
+    for name in rows[0] if rows else ():
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)

@@ -1,0 +1,60 @@
+"""How large an engine will be, and how much memory it takes to build and to run it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmc.compiler.config import Limits
+from llmc.compiler.lower import LoweredModel
+from llmc.errors import ResourceError
+from llmc.runtime.engine import kv_bytes_per_token
+from llmc.runtime.manifest import KvCacheSpec
+
+OTHER_FILES_BYTES = 32 << 20
+"""Room for tokenizer, plan and graph."""
+
+BUILD_BASE_BYTES = 512 << 20
+"""What a build needs above Python's imports, besides two copies of the largest tensor."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. ``build_peak_bytes``: at most so much memory above Python's imports while building."""
+
+    weight_bytes: int
+    largest_weight_bytes: int
+    arena_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_sequence: int
+    build_peak_bytes: int
+    disk_bytes: int
+
+
+def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec) -> Estimate:
+    """Exact for weights, arena and KV cache; bounds for the rest."""
+    sizes = [weight.nbytes for weight in lowered.weights.values()]
+    per_token = kv_bytes_per_token(lowered.plan, kv_cache)
+    return Estimate(
+        weight_bytes=sum(sizes),
+        largest_weight_bytes=max(sizes),
+        arena_bytes=lowered.plan.arena_bytes,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_sequence=per_token * limits.max_seq_len,
+        build_peak_bytes=2 * max(sizes) + BUILD_BASE_BYTES,
+        disk_bytes=sum(sizes) + OTHER_FILES_BYTES,
+    )
+
+
+def check_disk(sizes: Estimate, folder: Path) -> None:
+    """Refuse before anything is written.
+
+    Raises:
+        ResourceError: the disk has not enough room.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < sizes.disk_bytes:
+        raise ResourceError(
+            f"{folder.parent}: the engine needs {sizes.disk_bytes} bytes of disk, but only {free} are free"
+        )

@@ -1,0 +1,153 @@
+"""What an engine records about its model and its build."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any, Self
+
+import llmc
+from llmc.compiler.checkpoint import Checkpoint
+from llmc.compiler.config import BuildConfig, Limits
+from llmc.compiler.estimate import Estimate
+from llmc.compiler.lower import LoweredModel
+from llmc.compiler.model_config import eos_token_ids, generation_defaults, token_id
+from llmc.compiler.tokenizer import FrozenTokenizer
+from llmc.errors import UsageError
+from llmc.runtime.manifest import ModelFacts
+from llmc.runtime.plan import Plan
+
+POSITION_LIMITS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "n_ctx",
+    "seq_length",
+    "max_sequence_length",
+)
+"""What configs call the number of positions that a model was made for."""
+
+ANY_LENGTH = ("bloom", "mpt")
+"""Model types without rotary embeddings whose positions have no table either (ALiBi)."""
+
+PACKAGES = ("torch", "transformers", "onnx-ir", "numpy", "ml-dtypes", "tokenizers", "gguf")
+"""Those whose version may change what a build makes."""
+
+
+def model_limit(config: Any) -> int | None:
+    """Positions that the model was made for; None if its config names none."""
+    text = config.get_text_config()
+    for name in POSITION_LIMITS:
+        if isinstance(value := getattr(text, name, None), int) and value > 0:
+            return value
+    return None
+
+
+def limits(config: Any, build: BuildConfig) -> Limits:
+    """The limits of the engine.
+
+    Raises:
+        UsageError: the model has a table of positions that is shorter than --max-seq-len.
+    """
+    longest = model_limit(config)
+    result = build.limits(longest)
+    text = config.get_text_config()
+    rotary = getattr(text, "rope_parameters", None) or getattr(text, "alibi", False) or text.model_type in ANY_LENGTH
+    if longest is not None and result.max_seq_len > longest and not rotary:
+        raise UsageError(
+            f"--max-seq-len {result.max_seq_len}: the model has a table of {longest} positions and can't go beyond it"
+        )
+    return result
+
+
+class InputHashes:
+    """Size and SHA-256 of every file that the build depends on, computed by a thread of its own."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._directory = checkpoint.directory
+        self._names = checkpoint.directory.used
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(self._hash_all)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """Wait for them: {name: {"sha256": ..., "size": ...}}."""
+        return self._future.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _hash_all(self) -> dict[str, dict[str, Any]]:
+        return {
+            n: {"sha256": self._directory.sha256(n, self._check), "size": self._directory.size(n)} for n in self._names
+        }
+
+    def _check(self, count: int) -> None:
+        if self._stop.is_set():
+            raise CancelledError
+
+
+def model_facts(
+    checkpoint: Checkpoint, notes: Mapping[str, str], plan: Plan, tokenizer: FrozenTokenizer | None, dtype: str
+) -> ModelFacts:
+    """What the runtime has to know."""
+    config, generation, where = checkpoint.config, checkpoint.generation_config, str(checkpoint.path)
+    ends = eos_token_ids(config, generation, where)
+    bos = token_id("bos_token_id", config, generation, where)
+    pad = token_id("pad_token_id", config, generation, where)
+    return ModelFacts(
+        architecture=config.architectures[0],
+        model_type=config.model_type,
+        parameters=checkpoint.parameters,
+        dtype=dtype,
+        vocab_size=plan.value(plan.logits).shape[1].constant,
+        max_position_embeddings=model_limit(config),
+        eos_token_ids=ends,
+        bos_token_id=bos,
+        pad_token_id=pad if pad is not None else (ends[0] if ends else None),
+        add_bos=tokenizer is not None and bos is not None and bos in tokenizer.prefix_ids,
+        add_eos=tokenizer is not None and any(i in tokenizer.suffix_ids for i in ends),
+        rope="; ".join(f"{key}: {value}" for key, value in sorted(notes.items())),
+    )
+
+
+def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Defaults of sampling."""
+    return generation_defaults(checkpoint.generation_config, f"{checkpoint.path}: generation_config.json")
+
+
+def recipe(config: BuildConfig, limits: Limits, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is needed to build the engine again: options, versions, inputs."""
+    options = asdict(config) | {"max_seq_len": limits.max_seq_len}
+    versions = {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES}
+    return {"options": options, "versions": versions, "inputs": dict(inputs)}
+
+
+def report(
+    checkpoint: Checkpoint,
+    lowered: LoweredModel,
+    sizes: Estimate,
+    tokenizer: FrozenTokenizer | None,
+    notes: Mapping[str, str],
+) -> dict[str, Any]:
+    """Sizes, memory, every weight with its dtype, and all that a user was warned of."""
+    weights = {
+        weight.name: {"dtype": weight.dtype, "shape": list(weight.shape), "bytes": weight.nbytes}
+        for weight in lowered.weights.values()
+    }
+    return {
+        "sizes": asdict(sizes),
+        "stored_in_checkpoint": dict(checkpoint.stored),
+        "weights": weights,
+        "ignored_tensors": list(checkpoint.ignored),
+        "warnings": [*checkpoint.warnings, *(tokenizer.warnings if tokenizer else ())],
+        "notes": dict(notes),
+        "tokenizer_size": tokenizer.size if tokenizer else None,
+    }

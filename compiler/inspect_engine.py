@@ -1,0 +1,40 @@
+"""What `llmc inspect` tells of an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from llmc.runtime.engine import Engine
+
+
+def describe(engine: Engine) -> dict[str, Any]:
+    """Facts, limits, sizes and a summary of the plan. Everything was verified when it was loaded."""
+    model = engine.model
+    return {
+        "engine": str(engine.path),
+        "format": engine.manifest.format,
+        "llmc": engine.manifest.llmc,
+        "digest": f"sha256:{engine.digest}",
+        "target": engine.manifest.target,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "dtype": model.dtype,
+        "kv_dtype": engine.kv_cache.dtype,
+        "limits": asdict(engine.limits),
+        "model_limit": model.max_position_embeddings,
+        "rope": model.rope,
+        "eos_token_ids": list(model.eos_token_ids),
+        "bos": f"{model.bos_token_id}, {'added to texts' if model.add_bos else 'not added to texts'}",
+        "chat_template": "yes" if engine.chat_template else "no",
+        "weight_bytes": engine.weight_bytes,
+        "arena_bytes": engine.plan.arena_bytes,
+        "kv_bytes_per_token": engine.kv_bytes_per_token,
+        "kv_bytes_per_sequence": engine.kv_bytes_per_token * engine.limits.max_seq_len,
+        "kv_slots": [asdict(slot) for slot in engine.plan.kv_slots],
+        "steps": len(engine.plan.steps),
+        "ops": dict(sorted(Counter(step.op for step in engine.plan.steps).items())),
+        "files": {name: entry.size for name, entry in engine.manifest.files.items()},
+        "weights": {w.name: {"dtype": w.dtype, "shape": list(w.shape)} for w in engine.weights.values()},
+    }

@@ -1,0 +1,103 @@
+"""Results of commands: one dict that is printed as JSON, or as lines for people."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from llmc.compiler.progress import format_bytes
+
+if TYPE_CHECKING:
+    from llmc.compiler.api import BuildResult, Compiled
+
+LABELS = {
+    "architecture": "architecture",
+    "parameters": "parameters",
+    "dtype": "weights",
+    "kv_dtype": "KV cache",
+    "target": "target",
+    "limits": "limits",
+    "weight_bytes": "weights on disk and in memory",
+    "largest_weight_bytes": "largest weight",
+    "arena_bytes": "activations at the largest step",
+    "kv_bytes_per_token": "KV cache per token",
+    "kv_bytes_per_sequence": "KV cache of a full sequence",
+    "build_peak_bytes": "memory to build, above imports",
+    "disk_bytes": "disk needed",
+    "engine_bytes": "engine on disk",
+    "peak_rss_bytes": "peak memory of this build",
+    "steps": "steps",
+    "ops": "ops",
+    "files": "files",
+    "format": "engine format",
+    "llmc": "built by llmc",
+    "digest": "digest",
+    "engine": "engine",
+    "stored": "stored as",
+    "model_limit": "positions",
+    "eos_token_ids": "end tokens",
+    "bos": "begin token",
+    "chat_template": "chat template",
+    "rope": "rope",
+    "ignored_tensors": "ignored tensors",
+    "warnings": "notes",
+    "seconds": "time",
+}
+"""Key of a result: what people read. In this order; keys that are not here are for machines."""
+
+
+def planned(compiled: Compiled) -> dict[str, Any]:
+    """What a dry run tells."""
+    return {
+        "architecture": compiled.checkpoint.config.architectures[0],
+        "parameters": compiled.checkpoint.parameters,
+        "dtype": compiled.dtype,
+        "kv_dtype": compiled.kv_dtype,
+        "target": compiled.target.name,
+        "limits": asdict(compiled.limits),
+        "steps": len(compiled.lowered.plan.steps),
+        **asdict(compiled.estimate),
+    }
+
+
+def built(result: BuildResult) -> dict[str, Any]:
+    """What a build tells."""
+    return {
+        "engine": str(result.path),
+        "architecture": result.model.architecture,
+        "parameters": result.model.parameters,
+        "dtype": result.model.dtype,
+        "kv_dtype": result.kv_dtype,
+        "limits": asdict(result.limits),
+        "engine_bytes": result.engine_bytes,
+        "digest": f"sha256:{result.digest}",
+        **{
+            key: value
+            for key, value in asdict(result.estimate).items()
+            if key not in ("build_peak_bytes", "disk_bytes")
+        },
+    }
+
+
+def rows_for_people(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Lines of a label and a text."""
+    return [
+        (label, _text(key, result[key])) for key, label in LABELS.items() if result.get(key) not in (None, [], {}, "")
+    ]
+
+
+def _text(key: str, value: Any) -> str:
+    if key == "seconds":
+        total = sum(value.values())
+        return f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in value.items()) + ")"
+    if key in ("stored", "files"):
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in value.items())
+    if key.endswith(("_bytes", "bytes_per_token", "bytes_per_sequence")):
+        return format_bytes(value)
+    if key == "parameters":
+        return f"{value / 1e6:.1f} M"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {item}" for name, item in value.items())
+    if isinstance(value, list):
+        return ("; " if key == "warnings" else ", ").join(map(str, value))
+    return str(value)
