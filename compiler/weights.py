@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
@@ -335,12 +335,48 @@ class SourceTensor(ir.LazyTensor):
 
 
 def source_of(tensor: ir.TensorProtocol) -> WeightSource:
-    """The source behind an initializer; one that is not a SourceTensor counts as in memory."""
+    """The source behind an initializer; other tensors of onnx_ir are read when they are asked for numbers."""
     if isinstance(tensor, SourceTensor):
         return tensor.source
-    return Array(tensor.numpy())
+    return Array(tensor.numpy()) if isinstance(tensor, ir.Tensor) else _TensorSource(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _TensorSource(_Sized):
+    tensor: ir.TensorProtocol
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(int(size) for size in self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype.numpy().name
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        array = self.tensor.numpy()
+        return array[start:stop] if array.ndim else array
 
 
 def concat(parts: Sequence[WeightSource], axis: int = 0) -> WeightSource:
     """Concat, or the only part itself."""
     return parts[0] if len(parts) == 1 else Concat(tuple(parts), axis)
+
+
+def identity(source: WeightSource) -> Hashable:
+    """Equal for sources that are known to hold the same numbers: the same views of the same tensors."""
+    return _identity(source)
+
+
+def _identity(value: Any) -> Hashable:
+    if isinstance(value, slice):
+        return ("slice", value.start, value.stop, value.step)
+    if isinstance(value, tuple):
+        return tuple(_identity(item) for item in value)
+    if isinstance(value, int | str):
+        return value
+    if isinstance(value, Array):
+        return (Array, id(value.array))
+    if is_dataclass(value):
+        return (type(value), *(_identity(getattr(value, field.name)) for field in fields(value)))
+    return id(value)

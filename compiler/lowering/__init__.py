@@ -1,0 +1,1 @@
+"""How each op of the graph becomes steps: modules hold ``RULES``, which compiler/lower.py collects."""
