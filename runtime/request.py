@@ -277,6 +277,7 @@ class Sequence:
     request: Request
     choice: int
     tokens: list[int] = field(init=False)
+    end_token_ids: frozenset[int] = field(init=False)
     num_computed: int = 0
     """Tokens in the KV cache. The scheduler's, like the next two."""
     table: BlockTable | None = None
@@ -296,7 +297,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self._end_token_ids = self.request.end_token_ids
+        self.end_token_ids = self.request.end_token_ids
 
     @property
     def num_prompt(self) -> int:
@@ -321,7 +322,7 @@ class Sequence:
             self.cumulative_logprob += logprob.logprob
             if params.logprobs is not None:
                 self.logprobs.append(logprob)
-        if token in self._end_token_ids and self.num_generated >= params.min_tokens:
+        if token in self.end_token_ids and self.num_generated >= params.min_tokens:
             if self.text is not None:
                 self.text.end(token if params.include_stop_str_in_output else None)
             ended_by_request = token in params.stop_token_ids and token not in self.request.eos_token_ids

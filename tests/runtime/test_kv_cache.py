@@ -1,0 +1,113 @@
+"""Blocks: free + used + cached == total, whatever happens."""
+
+import random
+
+import pytest
+
+from llmc.runtime.kv_cache import BlockTable, KvCache, StatePool
+
+
+def test_blocks_come_and_go() -> None:
+    cache = KvCache(4, 16)
+    assert [cache.blocks_for(n) for n in (0, 1, 16, 17, 64)] == [0, 1, 1, 2, 4]
+    a = cache.allocate(3)
+    assert (cache.num_free, cache.num_used, cache.num_cached) == (1, 3, 0)
+    cache.share(a[:2])
+    cache.release(a)
+    assert (cache.num_free, cache.num_used) == (2, 2)
+    cache.check([a[:2]])
+    cache.release(a[:2])
+    assert cache.num_free == 4
+    with pytest.raises(AssertionError, match="5 blocks asked for, 4 available"):
+        cache.allocate(5)
+    with pytest.raises(AssertionError, match="released once too often"):
+        cache.release(a[:1])
+
+
+def test_named_blocks_are_cached_and_evicted_oldest_first() -> None:
+    cache = KvCache(3, 16)
+    blocks = cache.allocate(3)
+    for block, key in zip(blocks, (b"a", b"b", b"c"), strict=True):
+        cache.name(block, key)
+    cache.name(blocks[0], b"other")  # has a key already
+    cache.name(blocks[1], b"a")  # key is taken
+    cache.release(blocks)  # the end of the sequence first
+    assert (cache.num_free, cache.num_used, cache.num_cached) == (0, 0, 3)
+    found = cache.find(b"a")
+    assert found == blocks[0]
+    cache.share([found])
+    cache.check([[found]])
+    new = cache.allocate(1)
+    assert new == [blocks[2]]
+    assert cache.find(b"c") is None
+    assert cache.find(b"b") == blocks[1]
+    assert cache.find(b"other") is None
+
+
+def test_kv_20_a_hit_is_not_handed_out_again() -> None:
+    cache = KvCache(2, 16)
+    first = cache.allocate(2)
+    cache.name(first[0], b"x")
+    cache.release(first)
+    hit = cache.find(b"x")
+    assert hit is not None
+    cache.share([hit])
+    table = [hit, *cache.allocate(1)]
+    cache.check([table])
+    assert len(set(table)) == 2
+
+
+def test_check_finds_mistakes() -> None:
+    cache = KvCache(4, 16)
+    blocks = cache.allocate(2)
+    with pytest.raises(RuntimeError, match="users of blocks"):
+        cache.check([])
+    with pytest.raises(RuntimeError, match="has a block twice"):
+        cache.check([[blocks[0], blocks[0]]])
+    cache._free.pop()  # a block gets lost
+    with pytest.raises(RuntimeError, match=r"1 free \+ 2 used \+ 0 cached blocks != 4"):
+        cache.check([blocks])
+
+
+def test_random_use_keeps_the_sum() -> None:
+    random.seed(1)
+    cache, tables, keys = KvCache(32, 16), [], 0
+    for _ in range(3000):
+        action = random.random()
+        if action < 0.4 and cache.num_available:
+            tables.append(cache.allocate(random.randint(1, min(4, cache.num_available))))
+        elif action < 0.6 and tables:
+            source = random.choice(tables)
+            shared = source[: random.randint(1, len(source))]
+            cache.share(shared)
+            tables.append(list(shared))
+        elif action < 0.75 and tables:
+            cache.name(random.choice(random.choice(tables)), b"%d" % random.randint(0, 40))
+        elif action < 0.8 and (block := cache.find(b"%d" % random.randint(0, 40))) is not None:
+            cache.share([block])
+            tables.append([block])
+        elif tables:
+            cache.release(tables.pop(random.randrange(len(tables))))
+        cache.check(tables)
+
+
+def test_block_table_rows() -> None:
+    table = BlockTable()
+    table.extend([5, 3])
+    table.extend(range(100, 150))
+    assert table.row.tolist() == table.blocks == [5, 3, *range(100, 150)]
+
+
+def test_state_slots() -> None:
+    pool = StatePool(2)
+    a, b = pool.acquire(), pool.acquire()
+    assert {a, b} == {0, 1}
+    assert pool.num_free == 0
+    with pytest.raises(AssertionError, match="no free state slot"):
+        pool.acquire()
+    pool.release(a)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(a)
+    with pytest.raises(AssertionError, match="does not exist"):
+        pool.release(2)
+    assert pool.acquire() == a
