@@ -1,0 +1,110 @@
+"""Measures paged attention alone: prefill against the multiply-add peak, decode against the bytes of keys and values.
+
+    python build_scripts/bench_attention.py --heads 9 --kv-heads 3 --dim 64 --kv-dtype bfloat16 --threads 2
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from llmc.plugins import _kernels, kernels
+
+BLOCK = 16
+
+
+def main() -> None:
+    """Print one line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--value-dim", type=int, default=0, help="default: as dim")
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", default=kernels.best_isa(), choices=kernels.isas())
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each case")
+    arguments = parser.parse_args()
+    arguments.value_dim = arguments.value_dim or arguments.dim
+    for name, past, rows, sequences in (
+        ("prefill 512", 0, 512, 1),
+        ("prefill 2048", 0, 2048, 1),
+        ("chunk 256 at 1792", 1792, 256, 1),
+        ("decode at 128", 127, 1, 1),
+        ("decode at 512", 511, 1, 1),
+        ("decode at 2048", 2047, 1, 1),
+        ("decode 16 x 512", 511, 1, 16),
+        ("decode at 16384", 16383, 1, 1),
+    ):
+        report(name, past, rows, sequences, arguments)
+
+
+def report(name: str, past: int, rows: int, sequences: int, arguments: argparse.Namespace) -> None:
+    """Time one case: ``rows`` new tokens behind ``past`` cached ones, in each of the sequences."""
+    heads, kv_heads, key_dim, value_dim = arguments.heads, arguments.kv_heads, arguments.dim, arguments.value_dim
+    executor, batch, ids = prepare(past, rows, sequences, arguments)
+    times = []
+    end = time.perf_counter() + arguments.seconds
+    while time.perf_counter() < end or len(times) < 5:
+        executor.run(ids, np.zeros(0, np.int32), batch, 1)
+        [(_, begin, stop)] = executor.take_times()
+        times.append(stop - begin)
+    median, seconds = float(np.median(times)) / 1e3, min(times) / 1e9
+    seen = sequences * sum(past + r + 1 for r in range(rows))
+    flops = 2 * seen * heads * (key_dim + value_dim)
+    item = 4 if arguments.kv_dtype == "float32" else 2
+    read = sequences * (past + rows) * kv_heads * (key_dim + value_dim) * item
+    speed = f"{flops / seconds / 1e9:6.1f} GFLOP/s {read / seconds / 1e9:6.1f} GB/s of K and V"
+    print(f"{name:18} best {seconds * 1e6:9.1f} us (median {median:9.1f}): {speed}")
+
+
+def prepare(
+    past: int, rows: int, sequences: int, arguments: argparse.Namespace
+) -> tuple[_kernels.Executor, _kernels.Batch, np.ndarray]:
+    """An executor whose plan is one attention step, with a filled cache."""
+    heads, kv_heads, key_dim, value_dim = arguments.heads, arguments.kv_heads, arguments.dim, arguments.value_dim
+    shapes = [(heads, key_dim), (kv_heads, key_dim), (kv_heads, value_dim), (heads, value_dim)]
+    tokens, per_sequence = rows * sequences, -(-(past + rows) // BLOCK)
+    values, offset = [], 0
+    for name, (count, width) in zip("qkvy", shapes, strict=True):
+        sizes = [(0, 1, 0), (count, 0, 0), (width, 0, 0)]
+        strides = [(count * width, 0, 0), (width, 0, 0), (1, 0, 0)]
+        values.append((name, "arena", offset, "float32", sizes, strides, (0, 0, 0)))
+        offset += (count * width * 4 * tokens + 63) // 64 * 64
+    attributes = {"slot": 0, "write": True, "scale": key_dim**-0.5, "window": 0, "chunk": 0, "softcap": 0.0}
+    step = ("paged_attention", "", [0, 1, 2, -1, -1], [3], attributes)
+    blocks = sequences * per_sequence
+    executor = _kernels.Executor(
+        values,
+        [step],
+        offset,
+        [],
+        [(kv_heads, key_dim, value_dim)],
+        arguments.kv_dtype,
+        BLOCK,
+        blocks,
+        arguments.threads,
+        arguments.isa,
+        False,
+    )
+    rng = np.random.default_rng(0)
+    for cache in (executor.keys(0), executor.values(0)):
+        numbers = rng.standard_normal(cache.shape[1:], dtype=np.float32)
+        cache[:] = numbers.view(np.uint32) >> 16 if arguments.kv_dtype == "bfloat16" else numbers
+    batch = _kernels.Batch(
+        np.tile(np.arange(past, past + rows, dtype=np.int32), sequences),
+        np.arange(0, tokens + 1, rows, dtype=np.int32),
+        np.full(sequences, past, np.int32),
+        rng.permutation(blocks).astype(np.int32).reshape(sequences, per_sequence),
+    )
+    ids = np.zeros(tokens, np.int32)
+    executor.run(ids, np.zeros(0, np.int32), batch, 0)
+    for value in range(3):
+        array = executor.view(value)
+        array[...] = rng.standard_normal(array.shape, dtype=np.float32)
+    executor.trace(True)
+    return executor, batch, ids
+
+
+if __name__ == "__main__":
+    main()
