@@ -51,6 +51,7 @@ namespace llmc::LLMC_ISA {
 //   swap_pairs(v): lanes 1 0 3 2 ..; deinterleave(a, b, even, odd), interleave(even, odd, a, b)
 // bf16x32, 16 pairs of bf16:
 //   load_pairs(p) broadcast_pair(p) dot_pairs(acc, a, b): acc + a.odd * b.odd, then + a.even * b.even, for each lane
+//   split_pairs<Step>(a): Step{a.even, a.odd}
 //   convert_pairs(p, x0, x1): 32 floats of two vectors, rounded to bf16, to p
 
 // A function of floats applied to each lane, for what is too rare to vectorise.

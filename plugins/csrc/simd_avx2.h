@@ -197,6 +197,12 @@ LLMC_INLINE bf16x32 broadcast_pair(const bf16* p) {
   std::memcpy(&pair, p, 4);
   return {_mm256_set1_epi32(pair), _mm256_set1_epi32(pair)};
 }
+template <class Step>
+LLMC_INLINE Step split_pairs(bf16x32 x) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm256_castsi256_ps(_mm256_slli_epi32(x.lo, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(x.hi, 16))},
+          {_mm256_castsi256_ps(_mm256_and_si256(x.lo, high)), _mm256_castsi256_ps(_mm256_and_si256(x.hi, high))}};
+}
 LLMC_INLINE __m256 dot_pairs(__m256 acc, __m256i a, __m256i b) {
   const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xffff0000u)));
   const __m256 sum =

@@ -126,6 +126,12 @@ LLMC_INLINE bf16x32 broadcast_pair(const bf16* p) {
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
+// The even and the odd elements as floats.
+template <class Step>
+LLMC_INLINE Step split_pairs(bf16x32 x) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  return {{_mm512_castsi512_ps(_mm512_slli_epi32(x.v, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(x.v, high))}};
+}
 LLMC_INLINE f32x16 dot_pairs(f32x16 acc, bf16x32 a, bf16x32 b) {
 #ifdef __AVX512BF16__
   return {_mm512_dpbf16_ps(acc.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};

@@ -202,6 +202,10 @@ LLMC_INLINE bf16x32 broadcast_pair(const bf16* p) {
 }
 LLMC_INLINE f32x16 pair_odd(bf16x32 x) { return {(float_vector)(x.v & static_cast<std::int32_t>(0xffff0000u))}; }
 LLMC_INLINE f32x16 pair_even(bf16x32 x) { return {(float_vector)(x.v << 16)}; }
+template <class Step>
+LLMC_INLINE Step split_pairs(bf16x32 x) {
+  return {pair_even(x), pair_odd(x)};
+}
 LLMC_INLINE f32x16 dot_pairs(f32x16 acc, bf16x32 a, bf16x32 b) {
   return fmadd(pair_even(a), pair_even(b), fmadd(pair_odd(a), pair_odd(b), acc));
 }

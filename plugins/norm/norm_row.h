@@ -44,11 +44,14 @@ LLMC_INLINE float sum_row(const float* x, std::int64_t n, F&& f) {
 inline void normalize_row(const NormAttributes& norm, const float* x, const float* weight, const float* bias, float* y,
                           std::int64_t n) {
   const auto count = static_cast<float>(n);
-  float mean = 0.0f;
-  if (norm.kind == NormKind::layer) mean = sum_row(x, n, [](f32x16 v, int) { return v; }) / count;
-  const f32x16 shift = broadcast(mean);
+  const bool centred = norm.kind == NormKind::layer;
+  const f32x16 mean = broadcast(centred ? sum_row(x, n, [](f32x16 v, int) { return v; }) / count : 0.0f);
+  // What rounding has left of the mean, which matters where a row lies far from zero: the mean of x - mean.
+  const f32x16 rest = broadcast(
+      centred ? sum_row(x, n, [&](f32x16 v, int lanes) { return select(mask_first(lanes), v - mean, zero()); }) / count
+              : 0.0f);
   const float squares = sum_row(x, n, [&](f32x16 v, int lanes) {
-    const f32x16 d = norm.kind == NormKind::layer ? select(mask_first(lanes), v - shift, zero()) : v;
+    const f32x16 d = centred ? select(mask_first(lanes), (v - mean) - rest, zero()) : v;
     return d * d;
   });
   float scale;
@@ -60,7 +63,7 @@ inline void normalize_row(const NormAttributes& norm, const float* x, const floa
   const f32x16 factor = broadcast(scale), offset = broadcast(norm.offset);
   for (std::int64_t i = 0; i < n; i += 16) {
     const int lanes = static_cast<int>(std::min<std::int64_t>(16, n - i));
-    f32x16 v = (load(x + i, lanes) - shift) * factor;
+    f32x16 v = ((load(x + i, lanes) - mean) - rest) * factor;
     if (weight != nullptr) v = v * (load(weight + i, lanes) + offset);
     if (bias != nullptr) v = v + load(bias + i, lanes);
     store(y + i, v, lanes);

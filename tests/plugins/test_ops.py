@@ -26,9 +26,7 @@ def test_every_op_has_a_kernel() -> None:
 def test_kernel_agrees_with_reference(op: Op, isa: str) -> None:
     for number, (sample, expected) in enumerate(_expected(op.name)):
         for inputs in _forms(op.name, sample.inputs):
-            found = [np.empty(array.shape, array.dtype) for array in expected]
-            for array in found:  # what a kernel leaves out shows
-                array.view(np.uint8).fill(0xAA)
+            found = [_filled(array) for array in expected]
             batch, kv = (None, None) if sample.context is None else _paged(sample)
             kernels.run_op(op.name, inputs, found, sample.attributes, isa=isa, threads=1 + number % 2, batch=batch, kv=kv)
             for name, one, other in zip(op.outputs, found, expected, strict=True):
@@ -62,12 +60,17 @@ def _reference(op: Op, sample: Sample, inputs: Sequence[Any]) -> list[np.ndarray
     return [y.numpy() for y in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
+def _filled(like: np.ndarray) -> np.ndarray:
+    """Memory in which what a kernel leaves out shows."""
+    return np.frombuffer(bytearray(b"\xaa" * like.nbytes), like.dtype).reshape(like.shape)
+
+
 def _tensor(array: np.ndarray | None, double: bool) -> torch.Tensor | None:
     if array is None:
         return None
     if array.dtype == ml_dtypes.bfloat16:  # stays: it tells linear to round x
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array.astype(np.float64) if double and array.dtype == np.float32 else array)
+    return torch.from_numpy(array.astype(np.float64) if double and array.dtype == np.float32 else array.copy())
 
 
 def _forms(op: str, inputs: tuple[Any, ...]) -> list[list[Any]]:

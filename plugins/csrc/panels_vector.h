@@ -1,0 +1,212 @@
+// The product with vector instructions. Included by panels.h.
+#pragma once
+#include "simd.h"
+
+namespace llmc::LLMC_ISA {
+
+// A packed weight (plugins/linear/packing.py): panels of 16 rows, for each of them [columns][16], or for bf16
+// [ceil(columns / 2)][16][2].
+struct Panels {
+  const std::byte* data = nullptr;
+  DType dtype = DType::f32;
+  std::int64_t rows = 0, columns = 0;
+
+  std::int64_t panels() const { return (rows + 15) / 16; }
+  std::int64_t steps() const { return dtype == DType::bf16 ? (columns + 1) / 2 : columns; }
+  std::int64_t step_bytes() const { return dtype == DType::f16 ? 32 : 64; }
+  std::int64_t panel_bytes() const { return steps() * step_bytes(); }
+};
+
+// The weight in a tensor whose dims from `axis` on are a packed matrix of so many rows and columns.
+inline Panels panels_of(const Tensor& tensor, int axis, std::int64_t rows, std::int64_t columns) {
+  Panels w{tensor.as<const std::byte>(), tensor.dtype, rows, columns};
+  const bool pairs = tensor.dtype == DType::bf16;
+  require(tensor.dtype == DType::f32 || tensor.dtype == DType::f16 || pairs,
+          "packed weights must be float32, bfloat16 or float16");
+  bool fits = tensor.ndim == axis + (pairs ? 4 : 3) && tensor.shape[axis] == w.panels() &&
+              tensor.shape[axis + 1] == w.steps() && tensor.shape[axis + 2] == 16;
+  if (fits && pairs) fits = tensor.shape[axis + 3] == 2;
+  require(fits, "the packed weight has another shape than the input's columns and the output's ask for");
+  std::int64_t stride = 1;
+  for (int i = tensor.ndim - 1; i >= axis; --i) {
+    require(tensor.stride[i] == stride || tensor.shape[i] == 1, "packed weights must be contiguous");
+    stride *= tensor.shape[i];
+  }
+  return w;
+}
+
+// Rows of x as multiply() reads them; stride in bytes.
+struct PreparedRows {
+  const std::byte* data = nullptr;
+  std::int64_t stride = 0, rows = 0;
+
+  PreparedRows from(std::int64_t first, std::int64_t count) const { return {data + first * stride, stride, count}; }
+};
+
+struct Product {
+  Panels w;
+  PreparedRows x;
+  const float* bias;
+  float* y;
+  std::int64_t y_stride;
+};
+
+// A format says how one step of a panel (16 rows by one column, or by two of bf16) is read, and what of x goes with it.
+struct F32Format {
+  using Step = f32x16;
+  static constexpr std::int64_t kWeightBytes = 64, kRowBytes = 4;
+  static LLMC_INLINE Step load_step(const std::byte* w) { return load(reinterpret_cast<const float*>(w)); }
+  static LLMC_INLINE f32x16 add(f32x16 sum, Step w, const std::byte* x) {
+    return fmadd(w, broadcast(*reinterpret_cast<const float*>(x)), sum);
+  }
+};
+struct F16Format {
+  using Step = f32x16;
+  static constexpr std::int64_t kWeightBytes = 32, kRowBytes = 4;
+  static LLMC_INLINE Step load_step(const std::byte* w) { return load(reinterpret_cast<const f16*>(w)); }
+  static LLMC_INLINE f32x16 add(f32x16 sum, Step w, const std::byte* x) {
+    return fmadd(w, broadcast(*reinterpret_cast<const float*>(x)), sum);
+  }
+};
+#ifdef __AVX512BF16__
+struct Bf16Format {  // x: bf16
+  using Step = bf16x32;
+  static constexpr std::int64_t kWeightBytes = 64, kRowBytes = 4;
+  static LLMC_INLINE Step load_step(const std::byte* w) { return load_pairs(reinterpret_cast<const bf16*>(w)); }
+  static LLMC_INLINE f32x16 add(f32x16 sum, Step w, const std::byte* x) {
+    return dot_pairs(sum, w, broadcast_pair(reinterpret_cast<const bf16*>(x)));
+  }
+};
+#else
+struct Bf16Format {  // x: float, rounded to bf16
+  struct Step {
+    f32x16 even, odd;
+  };
+  static constexpr std::int64_t kWeightBytes = 64, kRowBytes = 8;
+  static LLMC_INLINE Step load_step(const std::byte* w) {
+    return split_pairs<Step>(load_pairs(reinterpret_cast<const bf16*>(w)));
+  }
+  static LLMC_INLINE f32x16 add(f32x16 sum, const Step& w, const std::byte* x) {
+    const float* pair = reinterpret_cast<const float*>(x);
+    return fmadd(w.even, broadcast(pair[0]), fmadd(w.odd, broadcast(pair[1]), sum));
+  }
+};
+#endif
+
+// Bytes of a prepared row; 0: rows are read in place. An odd number of cache lines, so that the rows of a tile do not
+// fall into one set of the first-level cache.
+inline std::int64_t prepared_bytes(const Panels& w) {
+  if (w.dtype != DType::bf16) return 0;
+  const std::int64_t used = (w.columns + 31) / 32 * 32 / 2 * Bf16Format::kRowBytes;
+  const std::int64_t lines = (used + 63) / 64;
+  return (lines | 1) * 64;
+}
+
+// Writes a row of x in the form for these weights; what lies beyond its columns is zero.
+inline void prepare_row(const Panels& w, const float* x, std::byte* out) {
+  const std::int64_t padded = (w.columns + 31) / 32 * 32;
+  for (std::int64_t k = 0; k < padded; k += 16) {
+    const std::int64_t left = w.columns - k;
+    const f32x16 v = left >= 16 ? load(x + k) : left > 0 ? load(x + k, static_cast<int>(left)) : zero();
+    if constexpr (Bf16Format::kRowBytes == 4) {
+      store(reinterpret_cast<bf16*>(out) + k, v);
+    } else {
+      bf16 rounded[16];
+      store(rounded, v);
+      store(reinterpret_cast<float*>(out) + k, load(rounded));
+    }
+  }
+}
+
+// Registers decide how many rows and panels are in flight.
+#if defined(__AVX512F__)
+constexpr int kRows = 6;
+constexpr int panels_for(int) { return 4; }
+#elif defined(__AVX2__)
+constexpr int kRows = 6;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#else
+constexpr int kRows = 2;
+constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
+#endif
+constexpr std::int64_t kFewRows = 16;      // up to here the weight's bytes are the cost
+constexpr std::int64_t kTaskRows = 96;     // a task: so many rows
+constexpr std::int64_t kTaskPanels = 4;    // of so many panels,
+constexpr std::int64_t kBlockSteps = 1024; // in blocks of steps whose weights stay in the second-level cache
+
+// R rows by P panels, steps [begin, end). Between blocks of steps the sums wait in y, exactly as they are.
+template <class F, int R, int P>
+void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t begin, std::int64_t end) {
+  const std::int64_t panel_bytes = p.w.panel_bytes(), x_stride = p.x.stride;
+  const std::byte* w = p.w.data + panel * panel_bytes;
+  const std::byte* x = p.x.data + row * x_stride;
+  float* y = p.y + row * p.y_stride + panel * 16;
+  const int last_lanes = static_cast<int>(std::min<std::int64_t>(16, p.w.rows - (panel + P - 1) * 16));
+  const auto lanes = [&](int i) { return i + 1 < P ? 16 : last_lanes; };
+
+  f32x16 sum[R][P];
+  if (begin == 0) {
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < P; ++i) sum[r][i] = zero();
+    }
+  } else {
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < P; ++i) sum[r][i] = load(y + r * p.y_stride + i * 16, lanes(i));
+    }
+  }
+  for (std::int64_t s = begin; s < end; ++s) {
+    typename F::Step step[P];
+    for (int i = 0; i < P; ++i) step[i] = F::load_step(w + i * panel_bytes + s * F::kWeightBytes);
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], x + r * x_stride + s * F::kRowBytes);
+    }
+  }
+  const bool finish = end == p.w.steps() && p.bias != nullptr;
+  for (int i = 0; i < P; ++i) {
+    const f32x16 bias = finish ? load(p.bias + (panel + i) * 16, lanes(i)) : zero();
+    for (int r = 0; r < R; ++r) {
+      store(y + r * p.y_stride + i * 16, finish ? sum[r][i] + bias : sum[r][i], lanes(i));
+    }
+  }
+}
+
+// R rows of panels [panel, panel_end).
+template <class F, int R>
+void multiply_rows(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t panel_end, std::int64_t begin,
+                   std::int64_t end) {
+  constexpr int P = panels_for(R);
+  for (; panel + P <= panel_end; panel += P) multiply_block<F, R, P>(p, row, panel, begin, end);
+  if constexpr (P > 2) {
+    for (; panel + 2 <= panel_end; panel += 2) multiply_block<F, R, 2>(p, row, panel, begin, end);
+  }
+  for (; panel < panel_end; ++panel) multiply_block<F, R, 1>(p, row, panel, begin, end);
+}
+
+template <class F>
+void multiply_vectors(const Product& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
+                      std::int64_t panel_end) {
+  const std::int64_t steps = p.w.steps();
+  // Few rows read each weight once or twice: no blocks. Many panels at once are for decode, few keep a slab in the cache.
+  const bool once = row_end - row_begin <= kRows;
+  const std::int64_t block = once ? steps : kBlockSteps, group = once ? panel_end - panel_begin : kTaskPanels;
+  for (std::int64_t panel = panel_begin; panel < panel_end; panel += group) {
+    const std::int64_t stop = std::min(panel_end, panel + group);
+    std::int64_t begin = 0;
+    do {
+      const std::int64_t end = std::min(steps, begin + block);
+      std::int64_t row = row_begin;
+      for (; row + kRows <= row_end; row += kRows) multiply_rows<F, kRows>(p, row, panel, stop, begin, end);
+      switch (row_end - row) {
+        case 5: multiply_rows<F, std::min(5, kRows)>(p, row, panel, stop, begin, end); break;
+        case 4: multiply_rows<F, std::min(4, kRows)>(p, row, panel, stop, begin, end); break;
+        case 3: multiply_rows<F, std::min(3, kRows)>(p, row, panel, stop, begin, end); break;
+        case 2: multiply_rows<F, 2>(p, row, panel, stop, begin, end); break;
+        case 1: multiply_rows<F, 1>(p, row, panel, stop, begin, end); break;
+        default: break;
+      }
+      begin = end;
+    } while (begin < steps);
+  }
+}
+
+}  // namespace llmc::LLMC_ISA
