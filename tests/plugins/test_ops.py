@@ -28,7 +28,9 @@ def test_kernel_agrees_with_reference(op: Op, isa: str) -> None:
         for inputs in _forms(op.name, sample.inputs):
             found = [_filled(array) for array in expected]
             batch, kv = (None, None) if sample.context is None else _paged(sample)
-            kernels.run_op(op.name, inputs, found, sample.attributes, isa=isa, threads=1 + number % 2, batch=batch, kv=kv)
+            kernels.run_op(
+                op.name, inputs, found, sample.attributes, isa=isa, threads=1 + number % 2, batch=batch, kv=kv
+            )
             for name, one, other in zip(op.outputs, found, expected, strict=True):
                 message = f"llmc::{op.name} on {isa}, output {name} of sample {number}: {dict(sample.attributes)}"
                 np.testing.assert_allclose(one, other, op.rtol, op.atol, equal_nan=True, err_msg=message)

@@ -1,0 +1,164 @@
+"""Runs engines on the CPU: hands the plan and the mapped weights to native code, then one call for each batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc import debug
+from llmc.errors import EngineError, KernelError, ResourceError
+from llmc.plugins import _kernels, kernels
+from llmc.runtime import resources
+from llmc.runtime.batch import Batch
+from llmc.runtime.devices.timeline import Timeline
+from llmc.runtime.engine import Engine
+from llmc.runtime.plan import BATCH_INPUTS, Dim, Plan, Storage, Value
+
+POISON = False
+"""Default of CpuExecutor's ``poison``; tests turn it on."""
+
+
+class CpuExecutor:
+    """Implements ``runtime.batch.Executor`` for engines with the target cpu.
+
+    Memory for the arena and the KV cache is reserved here and taken when it is first written. One batch runs at a time;
+    the global interpreter lock is free while it does.
+
+    Args:
+        engine: what to run; its weights are used where they are mapped.
+        num_blocks: blocks of the KV cache.
+        threads: default: the physical cores that this process may use.
+        isa: one of ``llmc.plugins.kernels.isas()``; default: the best. Logits have the same bits for any batch and any
+            number of threads, but not on another instruction set.
+        poison: fill the arena before each batch, and the cache at the start, with NaN, so that what is read without
+            having been written shows.
+
+    Raises:
+        EngineError: the plan names something that this version does not have.
+        KernelError: the instruction set is not available here.
+        ResourceError: there is no memory for the arena or the KV cache.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_blocks: int,
+        threads: int | None = None,
+        isa: str | None = None,
+        poison: bool | None = None,
+    ) -> None:
+        plan = engine.plan
+        if plan.state_slots:
+            raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
+        self.isa = kernels.best_isa() if isa is None else isa
+        if self.isa not in kernels.isas():
+            raise KernelError(f"isa {self.isa!r} is not available here; choose one of {', '.join(kernels.isas())}")
+        self.threads = resources.physical_cores() if threads is None else threads
+        self.plan = plan
+        self.num_blocks = num_blocks
+        self._index = {value.name: number for number, value in enumerate(plan.values)}
+        self._logits = self._index[plan.logits]
+        poison = POISON if poison is None else poison
+        self._native = self._make(engine, poison)
+        if poison:
+            self.poison_blocks(range(num_blocks))
+        path = debug.trace_file()
+        self._timeline = None if path is None else Timeline(path, plan.steps)
+        self._native.trace(path is not None)
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits [N, vocabulary]; the array is the executor's own and valid until the next step.
+
+        Raises:
+            KernelError: the batch contradicts itself or the engine's limits, or a token id is out of range. Says which
+                op of which module found it.
+        """
+        self.run(batch)
+        return self._native.view(self._logits)
+
+    def run(self, batch: Batch, upto: int | None = None) -> None:
+        """Run the first ``upto`` steps of the plan, by default all."""
+        count = len(self.plan.steps) if upto is None else upto
+        begin = time.perf_counter_ns()
+        self._native.run(batch.input_ids, batch.logit_rows, kernels.native_batch(batch), count)
+        if self._timeline is not None:
+            label = f"{len(batch.input_ids)} tokens, {len(batch.num_computed)} sequences"
+            self._timeline.add(label, begin, time.perf_counter_ns(), self._native.take_times())
+
+    def read(self, name: str) -> NDArray[Any]:
+        """A copy of a value as of the last run, for debugging; bfloat16 comes as the uint16 of its bits.
+
+        Later steps reuse the memory of earlier ones: run with ``upto`` = the step that writes the value, plus one.
+        """
+        if name not in self._index:
+            raise KernelError(f"the plan has no value {name!r}")
+        return self._native.view(self._index[name]).copy()
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block of the KV cache, in all slots."""
+        self._native.copy_block(source, target)
+
+    def poison_blocks(self, blocks: Iterable[int]) -> None:
+        """Fill blocks of the KV cache with NaN."""
+        for block in blocks:
+            self._native.poison_block(block)
+
+    def _make(self, engine: Engine, poison: bool) -> _kernels.Executor:
+        plan = engine.plan
+        weights = {name: number for number, name in enumerate(engine.weights)}
+        try:
+            return _kernels.Executor(
+                values=[_value(value, weights) for value in plan.values],
+                steps=self._steps(plan),
+                arena_bytes=plan.arena_bytes,
+                weights=[weight.data for weight in engine.weights.values()],
+                kv_slots=[(slot.kv_heads, slot.key_dim, slot.value_dim) for slot in plan.kv_slots],
+                kv_dtype=engine.kv_cache.dtype,
+                block_size=engine.kv_cache.block_size,
+                blocks=self.num_blocks,
+                threads=self.threads,
+                isa=self.isa,
+                poison=poison,
+            )
+        except KernelError as error:
+            raise EngineError(f"{engine.path}: {error}") from error
+        except MemoryError as error:
+            raise ResourceError(
+                f"no memory for {plan.arena_bytes} bytes of activations and {self.num_blocks} blocks of KV cache; use "
+                "fewer blocks or smaller limits"
+            ) from error
+
+    def _steps(self, plan: Plan) -> list[tuple[str, str, list[int], list[int], dict[str, Any]]]:
+        """(op, module, inputs, outputs, attributes), values by number."""
+        return [
+            (
+                step.op,
+                step.module,
+                [-1 if name is None else self._index[name] for name in step.inputs],
+                [self._index[name] for name in step.outputs],
+                dict(step.attributes),
+            )
+            for step in plan.steps
+        ]
+
+
+def _value(
+    value: Value, weights: dict[str, int]
+) -> tuple[str, str, int, str, list[tuple[int, int, int]], list[tuple[int, int, int]], tuple[int, int, int]]:
+    """(name, storage, base, dtype, shape, strides, offset), the base as a number."""
+    if value.storage is Storage.ARENA:
+        base = value.base
+    else:
+        base = weights[str(value.base)] if value.storage is Storage.WEIGHT else BATCH_INPUTS.index(str(value.base))
+    assert isinstance(base, int), f"value {value.name} of the arena has no offset"
+    shape, strides = ([_size(dim) for dim in dims] for dims in (value.shape, value.strides))
+    return value.name, value.storage.value, base, value.dtype, shape, strides, _size(value.offset)
+
+
+def _size(dim: Dim) -> tuple[int, int, int]:
+    return dim.constant, dim.tokens, dim.rows
