@@ -17,7 +17,7 @@ class Sizes:
 
     def __init__(self, module: fx.GraphModule) -> None:
         inputs = {node.name: node.meta["val"] for node in module.graph.find_nodes(op="placeholder")}
-        self._tokens = _symbol(inputs["input_ids"], 1)
+        self._tokens = [_symbol(inputs[name], 1) for name in ("input_ids", "position_ids")]  # one, unless unused
         self._rows = _symbol(inputs["logit_rows"], 0)
         self._known: dict[str, Dim] = {}
 
@@ -46,13 +46,13 @@ class Sizes:
         dim = Dim(at[1, 1] - tokens - rows, tokens, rows)
         if any(dim.at(*pair) != value for pair, value in at.items()):
             raise CompileError(
-                f"a size of the graph is {expression}, which is not linear in the tokens {self._tokens} and the logit "
-                f"rows {self._rows}"
+                f"a size of the graph is {expression}, which is not linear in the tokens {self._tokens[0]} and the "
+                f"logit rows {self._rows}"
             )
         return dim
 
     def _at(self, expression: Any, tokens: int, rows: int) -> int:
-        number = expression.subs({self._tokens: tokens, self._rows: rows})
+        number = expression.subs({**dict.fromkeys(self._tokens, tokens), self._rows: rows})
         if not number.is_number:
             raise CompileError(f"a size of the graph is {expression}: it depends on the data")
         return int(number)

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from llmc.passes.fx.base import MAX_SEQ_LEN, FxPass
 from llmc.passes.fx.evaluate import Evaluator, classify
-from llmc.passes.fx.nodes import add_buffer, call, get_attr, replace, tensor
+from llmc.passes.fx.nodes import add_buffer, call, get_attr, position_rows, replace, tensor
 from llmc.passes.fx.rope_regions import Region, find_regions, token_axis
 from llmc.passes.fx.rope_tables import Rope, Rotation, explains, find_rope, sample_positions
 
@@ -25,7 +25,7 @@ class FuseRope(FxPass):
     3. Evaluated, each output is a sum of at most two scaled inputs (rope_tables.py).
     """
 
-    runs_after = ("CleanUp",)
+    runs_after = ("CleanUp", "UsePositions")
 
     def call(self, module: fx.GraphModule) -> bool:
         """See FxPass."""
@@ -99,7 +99,7 @@ class _Fuser:
     def _rewrite(self, x: fx.Node, y: fx.Node, rope: Rope) -> None:
         graph = self._module.graph
         constants = [get_attr(self._module, name, x) for name in self._buffers(rope)]
-        positions = self._token_positions(x)
+        positions = position_rows(self._module)
         x_axis, y_axis, x_value, y_value = token_axis(x), token_axis(y), tensor(x), tensor(y)
         assert x_axis is not None and y_axis is not None and x_value is not None and y_value is not None
         heads = math.prod(_others(x_value, x_axis))
@@ -122,21 +122,6 @@ class _Fuser:
             )
             self._names[key] = (table, index, sign)
         return self._names[key]
-
-    def _token_positions(self, like: fx.Node) -> fx.Node:
-        """position_ids without its batch axis: one node right after the placeholders."""
-        position_ids = next(n for n in self._module.graph.find_nodes(op="placeholder") if n.name == "position_ids")
-        for user in position_ids.users:
-            if user.target is aten.select.int and user.args[1:] == (0, 0):
-                first = next(n for n in self._module.graph.nodes if n.op not in ("placeholder", "get_attr"))
-                if user is not first:
-                    first.prepend(user)
-                return user
-        first = next(n for n in self._module.graph.nodes if n.op not in ("placeholder", "get_attr"))
-        with self._module.graph.inserting_before(first):
-            node = call(self._module.graph, aten.select.int, (position_ids, 0, 0), position_ids)
-        assert isinstance(node, fx.Node)
-        return node
 
 
 def _others(value: Tensor, axis: int) -> list[int]:

@@ -23,7 +23,7 @@ class MergeLinears(FxPass):
     4. The checkpoint stores all weights in the same dtype, and all biases.
     """
 
-    runs_after = ("CleanUp", "FuseRope", "FuseGlu", "FuseAddNorm")
+    runs_after = ("CleanUp", "FormLinears", "FuseRope", "FuseGlu", "FuseAddNorm")
 
     def call(self, module: fx.GraphModule) -> bool:
         """See FxPass."""

@@ -99,6 +99,21 @@ def get_attr(module: fx.GraphModule, name: str, anchor: fx.Node) -> fx.Node:
     return node
 
 
+def position_rows(module: fx.GraphModule) -> fx.Node:
+    """position_ids without its batch axis: one node right after inputs and weights, so that any call may use it."""
+    graph = module.graph
+    position_ids = next(node for node in graph.find_nodes(op="placeholder") if node.name == "position_ids")
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for user in position_ids.users:
+        if user.target is torch.ops.aten.select.int and user.args[1:] == (0, 0):
+            if user is not first:
+                first.prepend(user)
+            return user
+    with graph.inserting_before(first):
+        node: fx.Node = call(graph, torch.ops.aten.select.int, (position_ids, 0, 0), position_ids)
+    return node
+
+
 def _known_value(node: fx.Node) -> Any:
     assert "val" in node.meta, f"{node} has no fake value"
     return node.meta["val"]
