@@ -50,9 +50,8 @@ def _norm(builder: Builder, node: ir.Node) -> Sequence[View]:
     x = builder.view(node.inputs[0])
     weight, bias, keep = _scales(builder, node, 1)
     y = builder.allocate(x.shape, "float32")
-    builder.emit(
-        "norm", [_norm_rows(builder, x, keep), weight, bias], [_norm_rows(builder, y, keep)], **attributes(node)
-    )
+    rows, out = _norm_rows(builder, x, y, keep)
+    builder.emit("norm", [rows, weight, bias], [out], **attributes(node))
     return [y]
 
 
@@ -71,14 +70,14 @@ def _scales(builder: Builder, node: ir.Node, index: int) -> tuple[View | None, V
     return found[0], found[1], keep
 
 
-def _norm_rows(builder: Builder, x: View, keep: int) -> View:
-    """[rows, D] or [rows, H, D] with a unit inner stride."""
+def _norm_rows(builder: Builder, x: View, y: View, keep: int) -> tuple[View, View]:
+    """Both as [rows, D] or as [rows, H, D]; x, which may be a part of something, with a unit inner stride."""
     x = builder.unit_inner(x)
-    if keep == 1:
-        flat = x.collapse(2)
-        if flat is not None:
-            return flat
-    return x.collapse(3, keep) or builder.rows(x, keep + 1, keep)
+    for rank in (2, 3) if keep == 1 else (3,):
+        rows, out = x.collapse(rank, keep), y.collapse(rank, keep)
+        if rows is not None and out is not None and rows.shape == out.shape:
+            return rows, out
+    return builder.rows(x, keep + 1, keep), builder.rows(y, keep + 1, keep)
 
 
 def _add_norm(builder: Builder, node: ir.Node) -> Sequence[View]:
