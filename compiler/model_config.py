@@ -12,6 +12,9 @@ from llmc.runtime import strict
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 """Keys with which a config asks for code of its own; they are dropped, and the model has to be a native one."""
 
+MAX_LAYERS = 4096
+"""More would be a mistake or an attack: modules are made for each before a weight is looked at."""
+
 GENERATION_KEYS = {
     "do_sample": bool,
     "temperature": float,
@@ -30,10 +33,22 @@ def read_json(directory: ModelDirectory, name: str) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, or not an object.
     """
-    value = strict.parse_json(directory.read(name), str(directory.path / name), CheckpointError)
+    value = strict.parse_json(directory.read(name), str(directory.path / name), CheckpointError, infinite=True)
     if not isinstance(value, dict):
         raise CheckpointError(f"{directory.path / name}: expected a JSON object")
-    return value
+    result: dict[str, Any] = _decode_floats(value)
+    return result
+
+
+def _decode_floats(value: Any) -> Any:
+    """Transformers writes a number that JSON lacks as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, list):
+        return [_decode_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _decode_floats(item) for key, item in value.items()}
 
 
 def read_config(directory: ModelDirectory) -> Any:
@@ -64,6 +79,8 @@ def make_config(values: Mapping[str, Any], where: str) -> Any:
         config = kind.from_dict(values)
     except Exception as problem:
         raise CheckpointError(f"{where}: not a valid {kind.__name__}: {problem}") from problem
+    if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0) or 0) > MAX_LAYERS:
+        raise CompileError(f"{where}: {layers} layers; at most {MAX_LAYERS} are supported")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise CompileError(
             f"{where}: model_type {model_type!r} has no causal language model; those that have: {_supported_types()}"

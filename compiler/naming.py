@@ -46,18 +46,12 @@ def meta_model(config: Any) -> Any:
     """The causal language model of a config on the meta device: names and shapes, no numbers.
 
     Raises:
-        CheckpointError: transformers can't build it from this config.
+        CompileError: it is not supported, or transformers can't build it.
     """
-    import copy
+    from llmc.compiler.model import build_model, check_config
 
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
-    except Exception as problem:
-        raise CheckpointError(f"config.json: transformers can't build this model: {problem}") from problem
+    check_config(config)
+    return build_model(config, device="meta")
 
 
 def bind(

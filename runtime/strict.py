@@ -21,14 +21,15 @@ class _RefusedError(ValueError):
     """Something that the JSON library would let pass."""
 
 
-def parse_json(text: bytes, where: str, error: type[LlmcError] = EngineError) -> Any:
-    """Parse UTF-8 JSON; a key that occurs twice and numbers that are not finite are refused.
+def parse_json(text: bytes, where: str, error: type[LlmcError] = EngineError, *, infinite: bool = False) -> Any:
+    """Parse UTF-8 JSON; a key that occurs twice is refused, and, unless ``infinite``, numbers that are not finite.
 
     Raises:
         error: it is not JSON, or is nested too deeply.
     """
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+        constant = float if infinite else _no_constants
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=constant)
     except RecursionError:
         raise error(f"{where}: nested too deeply") from None
     except ValueError as problem:
