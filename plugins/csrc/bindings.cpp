@@ -105,6 +105,7 @@ struct BatchArguments {
       require(tree_mask->shape(0) == position_ids.shape(0), "tree_mask must have a row for each token");
       batch.tree_mask = tree_mask->data();
       batch.tree_words = static_cast<std::int64_t>(tree_mask->shape(1));
+      require(batch.tree_words >= 1, "tree_mask has no bits");
     }
     if (state_slots) {
       require(state_slots->shape(0) == num_computed.shape(0), "state_slots must have an entry for each sequence");
