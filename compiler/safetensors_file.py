@@ -39,9 +39,8 @@ class OpenFile:
             except OSError as problem:
                 raise CheckpointError(f"{self.where}: reading at byte {position} failed ({problem.strerror})") from None
             if not count:
-                raise CheckpointError(
-                    f"{self.where}: ends at byte {position}, expected {position + len(view)}; truncated?"
-                )
+                size, needed = os.fstat(self.fd).st_size, position + len(view)
+                raise CheckpointError(f"{self.where}: expected {needed} bytes or more, found {size}; it was truncated")
             view, position = view[count:], position + count
 
 
