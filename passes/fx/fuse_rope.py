@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from llmc.passes.fx.base import MAX_SEQ_LEN, FxPass
 from llmc.passes.fx.evaluate import Evaluator, classify
-from llmc.passes.fx.nodes import add_buffer, call, get_attr, position_rows, replace, tensor
+from llmc.passes.fx.nodes import add_buffer, call, get_attr, is_dynamic, position_rows, replace, tensor
 from llmc.passes.fx.rope_regions import Region, find_regions, token_axis
 from llmc.passes.fx.rope_tables import Rope, Rotation, explains, find_rope, sample_positions
 
@@ -33,7 +33,8 @@ class FuseRope(FxPass):
         if not regions:
             return False
         fuser = _Fuser(module)
-        changed = [fuser.fuse(region) for region in regions]
+        # Those with the fewest heads first: a table found for the keys is soon seen to fit the queries.
+        changed = [fuser.fuse(region) for region in sorted(regions, key=_elements)]
         module.graph.eliminate_dead_code()
         return any(changed)
 
@@ -122,6 +123,13 @@ class _Fuser:
             )
             self._names[key] = (table, index, sign)
         return self._names[key]
+
+
+def _elements(region: Region) -> int:
+    """Of one token."""
+    found = tensor(region.outputs[0])
+    assert found is not None, "regions end in a tensor"
+    return math.prod(int(size) for size in found.shape if not is_dynamic(size))
 
 
 def _others(value: Tensor, axis: int) -> list[int]:
