@@ -79,9 +79,7 @@ class Packed:
         return {name: np.concatenate(p) for name, p in parts.items() if p}
 
 
-def greedy_of_transformers(model: Any, prompt: list[int], new: int) -> list[int]:
-    """The most likely tokens after a prompt, each from a whole forward pass."""
-    ids = list(prompt)
-    for _ in range(new):
-        ids.append(int(expected_logits(model, torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
+def is_greedy(model: Any, prompt: list[int], generated: Sequence[int]) -> bool:
+    """Whether transformers too takes each of these tokens for the most likely one: one forward pass over all."""
+    logits = expected_logits(model, torch.tensor([[*prompt, *generated]]))[0]
+    return logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(generated)

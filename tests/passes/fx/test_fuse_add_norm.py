@@ -25,6 +25,10 @@ class Model(nn.Module):
         if self.block == "two":
             x = a + b
             return norm(x, self.first), norm(x, self.second, 1e-2), x
+        if self.block == "view":
+            return norm((a + b).view(-1, 16), self.first), a
+        if self.block == "split":
+            return (norm((a + b).view(-1, 2, 8), self.first[:8]),)
         if self.block == "scaled":
             return (norm(torch.add(a, b, alpha=2.0), self.first),)
         if self.block == "broadcast":
@@ -38,7 +42,7 @@ def count(module: fx.GraphModule, op: str) -> int:
     return sum(str(n.target) == f"llmc.{op}.default" for n in module.graph.nodes)
 
 
-@pytest.mark.parametrize(("block", "left"), [("residual", 0), ("two", 1)])
+@pytest.mark.parametrize(("block", "left"), [("residual", 0), ("two", 1), ("view", 0)])
 def test_fuses(block: str, left: int, export, run) -> None:
     module = export(Model(block))
     before = run(module)
@@ -55,7 +59,7 @@ def test_every_new_node_has_a_value(export) -> None:
     assert all("val" in n.meta for n in module.graph.nodes if n.op == "call_function")
 
 
-@pytest.mark.parametrize("block", ["scaled", "broadcast", "number", "product"])
+@pytest.mark.parametrize("block", ["scaled", "broadcast", "number", "product", "split"])
 def test_leaves_near_misses_alone(block: str, export) -> None:
     module = export(Model(block))
     assert not FuseAddNorm()(module)

@@ -144,7 +144,7 @@ def test_a_batch_that_contradicts_itself_is_refused(changes: dict[str, Any], mes
 
 def test_a_batch_beyond_the_plan_is_refused() -> None:
     run = executor()
-    with pytest.raises(KernelError, match="'x' reaches byte .* larger than the plan allows"):
+    with pytest.raises(KernelError, match=r"'x' reaches byte .* larger than the plan allows"):
         run.step(batch((400,), block_tables=np.zeros((1, 25), np.int32)))
     good = batch()
     np.testing.assert_allclose(run.step(good), expected(good.input_ids, good.logit_rows), 1e-5, 1e-5)
@@ -179,7 +179,7 @@ def test_a_damaged_plan_is_refused_at_the_start(step: Step, message: str) -> Non
 def test_views_outside_of_their_memory_are_refused(bad: Value) -> None:
     values = tuple(bad if v.name == "x" else v for v in VALUES)
     steps = (Step("elementwise", ("x",), ("halved",), {"function": "tanh"}),)
-    with pytest.raises(KernelError, match="'x' reaches byte|'x' has a negative size|overflows"):
+    with pytest.raises(KernelError, match=r"'x' reaches byte|'x' has a negative size|overflows"):
         executor(Plan(values, steps, PLAN.arena_bytes, "logits", ())).step(batch())
 
 
