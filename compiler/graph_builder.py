@@ -83,7 +83,7 @@ class GraphBuilder:
         """A name that is not taken."""
         number = self._names.get(stem, 0)
         self._names[stem] = number + 1
-        return f"{stem}_{number}"
+        return f"_{stem}.{number}"  # neither torch nor transformers has such names
 
     # Nodes -------------------------------------------------------------------
 
