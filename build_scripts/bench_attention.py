@@ -1,6 +1,6 @@
 """Measures paged attention alone: prefill against the multiply-add peak, decode against the bytes of keys and values.
 
-    python build_scripts/bench_attention.py --heads 9 --kv-heads 3 --dim 64 --kv-dtype bfloat16 --threads 2
+python build_scripts/bench_attention.py --heads 9 --kv-heads 3 --dim 64 --kv-dtype bfloat16 --threads 2
 """
 
 import argparse

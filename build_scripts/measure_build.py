@@ -91,12 +91,12 @@ def largest_tensor(model: Path) -> int:
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for what is made; default: a temporary one.")
 def main(model: Path | None, shape: str | None, work: Path | None) -> None:
     """Build once and report."""
-    import llmc.compiler.cli
     import onnx_ir  # noqa: F401 - these are the imports that are not counted
     import torch._dynamo  # noqa: F401
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
+
     from llmc.compiler.api import build_engine
     from llmc.compiler.config import BuildConfig
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
 
     folder = Path(tempfile.mkdtemp(dir=work))
     try:

@@ -4,8 +4,9 @@ import json
 import resource
 import time
 
-from llmc.compiler.trace import trace
 from transformers import LlamaConfig
+
+from llmc.compiler.trace import trace
 
 start = time.monotonic()
 config = LlamaConfig(

@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmc.compiler.api import build_engine
-from llmc.compiler.config import BuildConfig
-from llmc.runtime.batch import Batch
 from numpy.typing import NDArray
 from packed import expected_logits, random_model
 from transformers import LlamaConfig
+
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.runtime.batch import Batch
 
 BLOCK = 16
 Rows = Sequence[tuple[str, int]]

@@ -1,4 +1,4 @@
-"""Every decoder of the list builds and runs natively: logits and greedy tokens of transformers, however rows are packed."""
+"""Every decoder of the list builds and runs natively: logits and greedy tokens of transformers, packed in any way."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ import engines
 import numpy as np
 import pytest
 from configs import CONFIGS
+from packed import MIXED, expected_logits, random_ids
+
 from llmc import LLM, SamplingParams
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
-from packed import MIXED, expected_logits, random_ids
 
 WHOLE = ((("a", 29),),)
 CHUNKED = ((("a", 7),), (("a", 16),), (("a", 5),), (("a", 1),))

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.real_model
 
