@@ -55,6 +55,15 @@ def ops() -> list[str]:
     return _kernels.ops()
 
 
+def ceilings(threads: int, size: int = 1 << 31) -> dict[str, float]:
+    """What this machine can do at most, in 10**9 a second.
+
+    ``read_bandwidth``: bytes read of a buffer of ``size`` bytes. For the instructions there are, ``fp32``, ``bf16``,
+    ``amx_bf16`` (floating-point operations) and ``int8`` (operations). Takes about a second.
+    """
+    return _kernels.ceilings(threads, size)
+
+
 def native_batch(batch: BatchLike) -> _kernels.Batch:
     """The native form of a batch; its arrays are used in place."""
     return _kernels.Batch(

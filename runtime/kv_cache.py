@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,8 @@ class KvCache:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.on_free: Callable[[list[int]], None] | None = None
+        """Told of blocks that become free; tests poison them."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._num_used = 0
@@ -93,6 +95,7 @@ class KvCache:
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less. Blocks without a user become cached if they have a key, else free."""
+        free = len(self._free)
         for block in reversed(blocks):  # so that the end of a sequence is forgotten before its beginning
             assert self._users[block] > 0, f"block {block} is released once too often"
             self._users[block] -= 1
@@ -102,6 +105,8 @@ class KvCache:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
+        if self.on_free is not None:
+            self.on_free(self._free[free:])
 
     def name(self, block: int, key: bytes) -> None:
         """Give a full, computed block the key of its content; ignored if another block has that key already."""

@@ -70,8 +70,7 @@ class LLM:
         check: bool = False,
         expect_digest: str | None = None,
     ) -> None:
-        from llmc.runtime.devices.cpu import CpuExecutor
-
+        from llmc.runtime.devices import cpu
         from llmc.runtime.engine import load_engine
 
         engine = load_engine(engine_dir, expect_digest=expect_digest)
@@ -106,9 +105,11 @@ class LLM:
         self.threads = resources.physical_cores() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {threads} is less than 1")
-        executor = CpuExecutor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
+        executor = cpu.CpuExecutor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
         default = engine.generation_config.get("max_new_tokens")
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default)
+        if cpu.POISON:
+            self.scheduler.kv_cache.on_free = executor.poison_blocks
 
     @classmethod
     def from_parts(
@@ -225,6 +226,10 @@ class LLM:
             variables=template_variables,
         )
         return self._add(prompt, params or SamplingParams(), priority, chat=True)
+
+    def request(self, request_id: int) -> Request:
+        """The state of a request that has not been reported as finished."""
+        return self._requests[request_id]
 
     @property
     def has_unfinished(self) -> bool:

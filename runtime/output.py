@@ -68,13 +68,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request. ``text``, ``token_ids``, ``finish_reason`` and the like are those of the first choice."""
+    """A finished request. ``text``, ``token_ids``, ``finish_reason`` and the like are those of the first choice.
+
+    ``seed`` gives the same draws again; None if nothing was drawn.
+    """
 
     request_id: int
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Completion, ...]
     usage: Usage
-    seed: int
+    seed: int | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @property
@@ -111,8 +114,9 @@ class RequestOutput:
                 "completion_tokens": self.usage.completion_tokens,
                 "total_tokens": self.usage.total_tokens,
             },
-            "seed": self.seed,
         }
+        if self.seed is not None:
+            result["seed"] = self.seed
         if self.prompt_logprobs is not None:
             result["prompt_logprobs"] = [None if e is None else _logprob_json(e) for e in self.prompt_logprobs]
         return result
@@ -129,7 +133,7 @@ def request_output(request: Request) -> RequestOutput:
         prompt_token_ids=tuple(request.prompt),
         choices=tuple(_completion(index, sequence) for index, sequence in enumerate(sequences)),
         usage=Usage(len(request.prompt), sum(s.num_generated for s in request.sequences)),
-        seed=request.seed,
+        seed=request.seed if request.params.temperature else None,
         prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs),
     )
 

@@ -1,6 +1,7 @@
 // The Python face of the kernels (plugins/kernels.py and runtime/devices/cpu.py use it); nothing below knows Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,6 +9,7 @@
 
 #include <optional>
 
+#include "ceilings.h"
 #include "executor.h"
 
 namespace nb = nanobind;
@@ -251,6 +253,13 @@ NB_MODULE(_kernels, m) {
   });
   m.def("isas", &supported_isas);
   m.def("ops", &known_ops);
+  m.def(
+      "ceilings",
+      [](int threads, std::size_t bytes) {
+        WorkerPool pool(threads);
+        return measure_ceilings(pool, bytes);
+      },
+      nb::arg("threads"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
   nb::class_<BatchArguments>(m, "Batch")
       .def(nb::init<Array<std::int32_t, 1>, Array<std::int32_t, 1>, Array<std::int32_t, 1>, Array<std::int32_t, 2>,
                     std::optional<Array<std::uint64_t, 2>>, std::optional<Array<std::int32_t, 1>>>(),

@@ -1,0 +1,236 @@
+"""The commands that run engines: run and verify. What is heavy is imported when it is used."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from llmc.errors import GateError, LlmcError, UsageError
+
+if TYPE_CHECKING:
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.output import RequestOutput
+    from llmc.runtime.request import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PROMPT_TOKENS = 256
+"""Default of --max-tokens for -p; chats have the room left in the context."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+SAMPLING = (
+    click.option("--max-tokens", type=int, help="Tokens to generate. [default: 256; chats: the room left]"),
+    click.option("--min-tokens", type=int, help="Tokens before which nothing ends the text."),
+    click.option("--temperature", type=float, help="0 takes the most likely token. [default: 0]"),
+    click.option("--top-k", type=int, help="Draw from the k most likely tokens."),
+    click.option("--top-p", type=float, help="Draw from the most likely tokens with this share of the probability."),
+    click.option("--min-p", type=float, help="Draw from tokens at least this fraction as likely as the best."),
+    click.option("--repetition-penalty", type=float, help="Above 1: against tokens of prompt and output."),
+    click.option("--presence-penalty", type=float, help="Above 0: against tokens of the output."),
+    click.option("--frequency-penalty", type=float, help="The same, for each time that a token occurs."),
+    click.option("--seed", type=int, help="Makes draws reproducible."),
+    click.option("-n", "n", type=int, help="Independent choices."),
+    click.option("--stop", multiple=True, help="A string that ends the text before it. Repeatable."),
+    click.option("--bad-word", "bad_words", multiple=True, help="A string that never occurs. Repeatable."),
+    click.option("--logprobs", type=int, help="Log-probabilities of this many alternatives; for --json and --output."),
+    click.option("--ignore-eos", is_flag=True, help="The model's end tokens do not end the text."),
+)
+
+RESOURCES = (
+    click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]"),
+    click.option("--kv-memory", help="Of the KV cache, such as 2GiB. [default: at most a quarter of what is free]"),
+    click.option("--num-blocks", type=click.IntRange(1), help="The same, in blocks."),
+    click.option("--max-sequences", type=click.IntRange(1), help="That run at one time. [default: the engine's]"),
+    click.option("--max-batch-tokens", type=click.IntRange(1), help="Tokens of a step. [default: the engine's]"),
+    click.option("--isa", help="Instruction set. [default: the best of this machine]"),
+)
+
+
+def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
+    """A decorator that adds them in order."""
+
+    def add(function: F) -> F:
+        for option in reversed(group):
+            function = option(function)
+        return function
+
+    return add
+
+
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", help="The text to continue, or with --chat to answer; - reads it from stdin.")
+@click.option("--chat", is_flag=True, help="Use the model's chat template; without -p, a conversation.")
+@click.option("--system", help="System message for --chat.")
+@click.option("--input", "input_file", help="A JSONL file of requests; - is stdin.")
+@click.option("--output", "output_file", help="Where the results go, as JSONL. [default: stdout]")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--stats", is_flag=True, help="Print times and speed to stderr.")
+@options(SAMPLING)
+@options(RESOURCES)
+@click.option("--parse-special-in-messages", is_flag=True, help="Control tokens in messages are parsed, not text.")
+def run(
+    engine: Path,
+    prompt: str | None,
+    chat: bool,
+    system: str | None,
+    input_file: str | None,
+    output_file: str | None,
+    as_json: bool,
+    stats: bool,
+    threads: int | None,
+    kv_memory: str | None,
+    num_blocks: int | None,
+    max_sequences: int | None,
+    max_batch_tokens: int | None,
+    isa: str | None,
+    parse_special_in_messages: bool,
+    **sampling: Any,
+) -> None:  # long: one parameter for each option
+    """Generate text with an engine: one prompt, a chat, or a JSONL file.
+
+    \b
+    llmc run engine/ -p "The capital of France is"
+    llmc run engine/ --chat                        a conversation
+    llmc run engine/ --chat -p "What is 2 + 2?"    one answer
+    llmc run engine/ --input in.jsonl --output out.jsonl
+
+    Each line of a JSONL file is an object with "prompt" (text or token ids) or "messages", perhaps an "id", and any
+    sampling values (max_tokens, temperature, ...); the options here are their defaults.
+    """  # noqa: D301 - click's mark for lines that it must not wrap
+    if input_file is None and prompt is None and not chat:
+        raise UsageError("say what to do: -p PROMPT, --chat, or --input FILE.jsonl")
+    if input_file is not None and (prompt is not None or chat):
+        raise UsageError("--input excludes -p and --chat; its lines have prompts or messages")
+    if output_file is not None and input_file is None:
+        raise UsageError("--output belongs to --input")
+    if system is not None and not chat:
+        raise UsageError("--system belongs to --chat")
+    if as_json and chat and prompt is None:
+        raise UsageError("--json belongs to -p; a conversation is for people")
+    params = {name: value for name, value in sampling.items() if value not in (None, (), False)}
+    checked = sampling_params(params)
+    llm = load(
+        engine,
+        threads=threads,
+        kv_memory=kv_memory,
+        num_blocks=num_blocks,
+        max_sequences=max_sequences,
+        max_batch_tokens=max_batch_tokens,
+        isa=isa,
+        parse_special_in_messages=parse_special_in_messages,
+    )
+    try:
+        if input_file is not None:
+            from llmc.runtime.batch_file import run_file
+
+            sys.exit(run_file(llm, input_file, output_file, params))
+        if prompt is None:
+            from llmc.runtime.conversation import converse
+
+            sys.exit(converse(llm, checked, system))
+        text = sys.stdin.read() if prompt == "-" else prompt
+        messages = None
+        if chat:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            messages.append({"role": "user", "content": text})
+        else:
+            checked = sampling_params({"max_tokens": PROMPT_TOKENS} | params)
+        sys.exit(_answer(llm, messages or text, checked, as_json, stats))
+    finally:
+        llm.close()
+
+
+@click.command()
+@click.argument("engine", type=click.Path(path_type=Path))
+@click.option("--expect-digest", help="sha256:... that engine.json must have.")
+@click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(engine: Path, expect_digest: str | None, threads: int | None, as_json: bool) -> None:
+    """Check an engine's files, and replay the golden prompts recorded at build.
+
+    Exit code 3: the numbers differ; 4: a file is damaged, missing or not the expected one.
+    """
+    from llmc.runtime.verification import verify_engine
+
+    report = verify_engine(engine, expect_digest=expect_digest, threads=threads)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), indent=1))
+    else:
+        for line in report.lines():
+            click.echo(line)
+    if not report.passed:
+        raise GateError(f"{engine}: the numbers differ from those recorded at build")
+
+
+def load(engine: Path, **values: Any) -> LLM:
+    """The engine, ready to run."""
+    from llmc.runtime.llm import LLM
+
+    return LLM(engine, **values)
+
+
+def sampling_params(values: dict[str, Any]) -> SamplingParams:
+    """From options.
+
+    Raises:
+        UsageError: a value is out of bounds.
+    """
+    from llmc.errors import RequestError
+    from llmc.runtime.request import SamplingParams
+
+    try:
+        return SamplingParams(**values)
+    except RequestError as problem:
+        raise UsageError(f"--{problem}") from None
+
+
+def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats: bool) -> int:
+    """Print one result, as it comes if it is a single text; returns the exit code."""
+    start = time.perf_counter()
+    first: float | None = None
+    is_chat = not isinstance(prompt, str)
+    if as_json or params.num_choices > 1:
+        (result,) = llm.chat(prompt, params) if is_chat else llm.generate(prompt, params)
+        if as_json:
+            click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+        else:
+            for choice in result.choices:
+                click.echo(f"[{choice.index}] {choice.text}")
+        return _report_errors(result)
+    generated, error = 0, None
+    stream = llm.stream(prompt, params)
+    try:
+        for delta in stream:
+            first = first or time.perf_counter()
+            generated += len(delta.token_ids)
+            error = delta.error
+            click.echo(delta.text, nl=False)
+            sys.stdout.flush()
+        click.echo()
+    except KeyboardInterrupt:
+        stream.close()  # type: ignore[attr-defined]
+        click.echo()
+        return INTERRUPTED
+    if stats and first is not None:
+        total = time.perf_counter() - start
+        rate = (generated - 1) / (start + total - first) if generated > 1 else 0.0
+        click.echo(f"{generated} tokens, first after {first - start:.3f} s, then {rate:.1f} tokens/s", err=True)
+    if error is not None:
+        raise LlmcError(error)
+    return 0
+
+
+def _report_errors(result: RequestOutput) -> int:
+    errors = [choice.error for choice in result.choices if choice.error is not None]
+    for error in errors:
+        click.echo(f"llmc: error: {error}", err=True)
+    return 1 if errors else 0

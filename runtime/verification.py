@@ -1,0 +1,162 @@
+"""`llmc verify`: every file as it was written, and the golden prompts with the numbers recorded at build."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import EngineError
+from llmc.runtime import resources, selftest
+from llmc.runtime.engine import Engine, load_engine
+from llmc.runtime.safetensors_file import read_header
+from llmc.runtime.selftest import Golden
+
+RECORDED_ISA = "scalar"
+"""The portable kernels, which golden prompts are recorded with: the same bits on every machine."""
+
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+"""By dtype of the weights: distance of the logits on another instruction set, relative to their standard deviation.
+
+Sums are rounded differently there, and activations then to 16 bits with 16-bit weights (bfloat16: 2**-9 each time).
+"""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The golden prompts on one instruction set. ``error``: the largest relative distance of logits."""
+
+    isa: str
+    error: float
+    tolerance: float
+    equal_tokens: int
+    tokens: int
+
+    @property
+    def passed(self) -> bool:
+        """Recorded kernels give the same bits; others the same numbers within the tolerance."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was checked."""
+
+    engine: Engine
+    replays: Sequence[Replay]
+    prompts: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether all numbers are right."""
+        return all(replay.passed for replay in self.replays)
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        files = self.engine.manifest.files
+        return {
+            "passed": self.passed,
+            "digest": f"sha256:{self.engine.digest}",
+            "files": len(files),
+            "bytes": sum(entry.size for entry in files.values()),
+            "prompts": self.prompts,
+            "replays": [
+                {
+                    "isa": r.isa,
+                    "passed": r.passed,
+                    "error": r.error,
+                    "tolerance": r.tolerance,
+                    "equal_tokens": r.equal_tokens,
+                    "tokens": r.tokens,
+                }
+                for r in self.replays
+            ],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        files = self.engine.manifest.files
+        size = sum(entry.size for entry in files.values())
+        yield f"digest  sha256:{self.engine.digest}"
+        yield f"files   {len(files)} files, {size / 2**20:.1f} MiB: ok"
+        for r in self.replays:
+            exact = "bit-equal" if r.error == 0 else f"largest relative error {r.error:.2g} (limit {r.tolerance:.2g})"
+            verdict = "ok" if r.passed else "WRONG"
+            yield (
+                f"numbers {self.prompts} prompts on {r.isa}: {exact}, {r.equal_tokens} of {r.tokens} tokens equal: "
+                f"{verdict}"
+            )
+
+
+def verify_engine(path: Path, *, expect_digest: str | None = None, threads: int | None = None) -> Report:
+    """Check the files and replay the prompts, with the kernels they were recorded with and with this machine's best.
+
+    Raises:
+        EngineError: a file is missing or damaged, or engine.json is not the expected one.
+    """
+    from llmc.plugins import kernels
+    from llmc.runtime.devices.cpu import CpuExecutor
+
+    engine = load_engine(path, expect_digest=expect_digest)
+    goldens = _goldens(engine)
+    block_size = engine.kv_cache.block_size
+    blocks = selftest.blocks_needed([g.prompt for g in goldens], block_size)
+    replays = []
+    for isa in dict.fromkeys([RECORDED_ISA, kernels.best_isa()]):
+        executor = CpuExecutor(engine, num_blocks=blocks, threads=threads or resources.physical_cores(), isa=isa)
+        found = [selftest.record(executor, g.prompt, block_size, len(g.continuation)) for g in goldens]
+        tolerance = 0.0 if isa == RECORDED_ISA else TOLERANCES[engine.model.dtype]
+        replays.append(compare(isa, goldens, found, tolerance))
+    return Report(engine, replays, len(goldens))
+
+
+def compare(isa: str, expected: Sequence[Golden], found: Sequence[Golden], tolerance: float) -> Replay:
+    """The largest distance, over all prompts."""
+    error, equal, total = 0.0, 0, 0
+    for a, b in zip(expected, found, strict=True):
+        if not np.array_equal(a.logits, b.logits):
+            difference = float(np.sqrt(np.mean((a.logits.astype(np.float64) - b.logits) ** 2)))
+            spread = float(a.logits.std(dtype=np.float64))
+            error = max(error, difference / spread if np.isfinite(difference) and spread else float("inf"))
+        equal += sum(x == y for x, y in zip(a.continuation, b.continuation, strict=True))
+        total += len(a.continuation)
+    return Replay(isa, error, tolerance, equal, total)
+
+
+def _goldens(engine: Engine) -> list[Golden]:
+    where = str(engine.path / selftest.NAME)
+    content = engine.read(selftest.NAME)
+    if content is None:
+        raise EngineError(f"{where}: the engine has no golden prompts")
+    arrays: dict[str, NDArray[Any]] = {}
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        header = read_header(file.fileno(), where)
+    for tensor in header.tensors.values():
+        data = content[tensor.begin : tensor.end]
+        arrays[tensor.name] = np.frombuffer(data, np.dtype(tensor.dtype)).reshape(tensor.shape)
+    return _checked(engine, arrays, where)
+
+
+def _checked(engine: Engine, arrays: dict[str, NDArray[Any]], where: str) -> list[Golden]:
+    try:
+        goldens = selftest.from_arrays(arrays)
+    except KeyError as problem:
+        raise EngineError(f"{where}: there is no tensor {problem}") from None
+    room = min(engine.limits.max_batch_tokens, engine.limits.max_seq_len)
+    for golden in goldens:
+        ids = (*golden.prompt, *golden.continuation)
+        sized = 1 <= len(golden.prompt) and len(golden.continuation) >= 1 and len(ids) <= room
+        if not sized or golden.logits.shape != (engine.model.vocab_size,):
+            raise EngineError(f"{where}: a prompt of {len(golden.prompt)} tokens does not suit the engine")
+        if any(not 0 <= i < engine.model.vocab_size for i in ids):
+            raise EngineError(f"{where}: a token id is beyond the vocabulary")
+    if not goldens:
+        raise EngineError(f"{where}: there is no prompt")
+    return goldens
