@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmc.runtime import selftest
@@ -15,34 +17,58 @@ TEXTS = (
     "In 1969, two people walked on the Moon. What they saw there",
 )
 
-OPERATIONS = 2e10
-"""Multiplications and additions that recording may take, so that it stays short for large models."""
+OPERATIONS = 6e9
+"""Multiplications and additions that recording may take if possible, so that it stays short for large models."""
 
-SHORTEST, LONGEST = 4, 16
+LONGEST, SHORTEST = 12, 2
 """Tokens of a prompt."""
+
+CONTINUATION = 4
+"""Tokens that are generated after a prompt, less for large models."""
+
+RELEASE_SECONDS = 0.02
 
 
 def record_goldens(path: Path, parameters: int) -> list[Golden]:
-    """Load the engine, run the prompts with the portable kernels, and return what came out.
+    """Load the engine, run prompts with the portable kernels, and return what came out.
 
     The portable kernels give the same bits on every machine, so the engine does not depend on where it was built.
     """
     from llmc.runtime.devices.cpu import CpuExecutor
 
     engine = load_engine(path)
-    prompts = _prompts(engine, parameters)
-    blocks = selftest.blocks_needed(prompts, engine.kv_cache.block_size)
-    executor = CpuExecutor(engine, num_blocks=blocks, isa="scalar")
-    return [selftest.record(executor, prompt, engine.kv_cache.block_size) for prompt in prompts]
+    prompts, steps = _prompts(engine, int(OPERATIONS / (2 * max(1, parameters))))
+    size = engine.kv_cache.block_size
+    executor = CpuExecutor(engine, num_blocks=selftest.blocks_needed(prompts, size, steps), isa="scalar")
+    with _little_memory(engine):
+        return [selftest.record(executor, prompt, size, steps) for prompt in prompts]
 
 
-def _prompts(engine: Engine, parameters: int) -> list[Sequence[int]]:
-    budget = int(OPERATIONS / (2 * max(1, parameters)))
-    length = max(SHORTEST, min(LONGEST, budget // len(TEXTS) - selftest.CONTINUATION))
-    count = len(TEXTS) if budget >= len(TEXTS) * (SHORTEST + selftest.CONTINUATION) else 1
-    prompts = [_encode(engine, text, number)[:length] for number, text in enumerate(TEXTS[:count])]
-    room = max(1, min(engine.limits.max_seq_len - selftest.CONTINUATION, engine.limits.max_batch_tokens))
-    return [prompt[:room] for prompt in prompts]
+@contextmanager
+def _little_memory(engine: Engine) -> Iterator[None]:
+    """Weights that were read count as memory of this process until they are released."""
+    done = threading.Event()
+
+    def release() -> None:
+        while not done.wait(RELEASE_SECONDS):
+            engine.release_pages()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _prompts(engine: Engine, tokens: int) -> tuple[list[Sequence[int]], int]:
+    """Prompts and the length of their continuations, of about so many tokens in all."""
+    count = len(TEXTS) if tokens >= len(TEXTS) * 2 * CONTINUATION else 1
+    steps = min(CONTINUATION, max(1, tokens // (2 * count)))
+    length = max(SHORTEST, min(LONGEST, tokens // count - steps))
+    room = max(1, min(engine.limits.max_seq_len - steps, engine.limits.max_batch_tokens))
+    return [_encode(engine, text, number)[: min(length, room)] for number, text in enumerate(TEXTS[:count])], steps
 
 
 def _encode(engine: Engine, text: str, number: int) -> list[int]:

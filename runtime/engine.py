@@ -28,6 +28,8 @@ WEIGHTS = "weights.safetensors"
 MAX_JSON_BYTES = 1 << 29
 """No JSON file of an engine is larger than this (512 MiB)."""
 
+HASH_BYTES = 1 << 22
+
 NUMPY_DTYPES = {"bfloat16": np.dtype(np.uint16)}
 """What stands in for dtypes that numpy lacks: their bits."""
 
@@ -58,6 +60,7 @@ class Engine:
     digest: str
     """SHA-256 of engine.json, which holds those of all other files."""
     _texts: Mapping[str, bytes]
+    _mapping: mmap.mmap
 
     @property
     def limits(self) -> Limits:
@@ -83,6 +86,11 @@ class Engine:
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return sum(weight.data.nbytes for weight in self.weights.values())
+
+    def release_pages(self) -> None:
+        """Give back the memory of the weights that were read; they are read again when they are needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> bytes | None:
         """The verified content of a small file, such as ``tokenizer/tokenizer.json``; None if the engine has none."""
@@ -161,7 +169,7 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
     weights = _views(mapped, header)
     shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
     plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
-    return Engine(path, manifest, plan, weights, digest, texts)
+    return Engine(path, manifest, plan, weights, digest, texts, mapped)
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -237,10 +245,23 @@ def _require(manifest: Manifest, path: Path) -> None:
             raise EngineError(f"{path / manifest_file.NAME}: lists no {name}")
 
 
-def _check(content: bytes | mmap.mmap, expected: FileEntry, path: Path) -> None:
+def _digest(fd: int) -> str:
+    """Read by calls: what is read through the mapping would count as memory of the process."""
+    digest = hashlib.sha256()
+    position = 0
+    while piece := os.pread(fd, HASH_BYTES, position):
+        digest.update(piece)
+        position += len(piece)
+    return digest.hexdigest()
+
+
+def _check(content: bytes, expected: FileEntry, path: Path) -> None:
     if len(content) != expected.size:
         raise EngineError(f"{path}: expected {expected.size} bytes, found {len(content)}; the file is damaged")
-    found = hashlib.sha256(content).hexdigest()
+    _check_digest(hashlib.sha256(content).hexdigest(), expected, path)
+
+
+def _check_digest(found: str, expected: FileEntry, path: Path) -> None:
     if found != expected.sha256:
         raise EngineError(f"{path}: expected SHA-256 {expected.sha256}, found {found}; the file is damaged")
 
@@ -252,9 +273,8 @@ def _map_weights(directory: int, expected: FileEntry, path: Path) -> tuple[mmap.
         if (size := os.fstat(fd).st_size) != expected.size:
             raise EngineError(f"{where}: expected {expected.size} bytes, found {size}; the file is damaged")
         header = read_header(fd, str(where))
-        mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-    _check(mapped, expected, where)
-    return mapped, header
+        _check_digest(_digest(fd), expected, where)
+        return mmap.mmap(fd, size, prot=mmap.PROT_READ), header
 
 
 def _views(mapped: mmap.mmap, header: Header) -> dict[str, Weight]:

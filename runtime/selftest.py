@@ -17,9 +17,6 @@ from llmc.runtime.batch import Batch, Executor
 
 NAME = "selftest.safetensors"
 
-CONTINUATION = 4
-"""Tokens that are generated after a prompt, greedily."""
-
 
 @dataclass(frozen=True)
 class Golden:
@@ -30,8 +27,8 @@ class Golden:
     continuation: tuple[int, ...]
 
 
-def record(executor: Executor, prompt: Sequence[int], block_size: int, steps: int = CONTINUATION) -> Golden:
-    """Run a prompt in one step and continue it. Blocks 0 and following of the cache are used."""
+def record(executor: Executor, prompt: Sequence[int], block_size: int, steps: int) -> Golden:
+    """Run a prompt in one step and continue it by ``steps`` tokens, greedily. Uses the first blocks of the cache."""
     total = len(prompt) + steps
     blocks = np.arange(-(-total // block_size), dtype=np.int32)[None]
     logits = np.array(executor.step(_batch(prompt, 0, blocks))[0], np.float32)
@@ -43,7 +40,7 @@ def record(executor: Executor, prompt: Sequence[int], block_size: int, steps: in
     return Golden(tuple(prompt), logits, tuple(continuation))
 
 
-def blocks_needed(prompts: Sequence[Sequence[int]], block_size: int, steps: int = CONTINUATION) -> int:
+def blocks_needed(prompts: Sequence[Sequence[int]], block_size: int, steps: int) -> int:
     """Blocks of KV cache that ``record`` needs."""
     return max(-(-(len(prompt) + steps) // block_size) for prompt in prompts)
 
