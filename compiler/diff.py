@@ -1,0 +1,252 @@
+"""llmc diff: an engine beside its Hugging Face model, module by module; names the first step that differs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmc.errors import GateError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from llmc.runtime.engine import Engine
+
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
+"""Largest difference that passes, as a share of the largest number of the module's output, by the weights' dtype."""
+
+DECODED = 2
+"""So many of the last tokens are run one by one, after the others in one chunk."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One output of a plan step against what the Hugging Face module of that name computed."""
+
+    step: int
+    op: str
+    module: str
+    value: str
+    phase: str
+    """prefill or decode."""
+    difference: float
+    """Largest absolute difference."""
+    magnitude: float
+    """Largest absolute number of the reference."""
+
+    @property
+    def relative(self) -> float:
+        """The difference as a share of the magnitude."""
+        return self.difference / max(self.magnitude, 1e-30)
+
+
+def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[Difference]:
+    """Run a prompt through both, and yield each output that has a counterpart, in the order of the plan.
+
+    All but the last DECODED tokens run as one chunk (prefill), those one by one (decode). A module has a counterpart
+    where its output survives as a value of the plan: linears (merged ones as a whole), norms, embeddings, and the sums
+    that norms read.
+
+    Raises:
+        UsageError: the prompt is too short or too long for the engine.
+    """
+    limit = min(engine.limits.max_seq_len, engine.limits.max_batch_tokens)
+    if not DECODED < len(ids) <= limit:
+        raise UsageError(f"the prompt has {len(ids)} tokens; expected {DECODED + 1} to {limit}")
+    reference = _Reference(model, ids)
+    runs = [("prefill", 0, len(ids) - DECODED)]
+    runs += [("decode", start, start + 1) for start in range(len(ids) - DECODED, len(ids))]
+    from llmc.runtime.devices.cpu import CpuExecutor
+
+    blocks = -(-len(ids) // engine.kv_cache.block_size)
+    executor = CpuExecutor(engine, num_blocks=blocks)
+    for phase, begin, end in runs:
+        batch = _batch(ids, begin, end, blocks)
+        for number, step in enumerate(engine.plan.steps):
+            counterparts = list(reference.outputs_of(step.op, step.module, len(step.outputs)))
+            if not counterparts:
+                continue
+            executor.run(batch, number + 1)
+            for position, expected in counterparts:
+                name = step.outputs[position]
+                found = executor.read(name).reshape(end - begin, -1)
+                if (rows := reference.matching(expected, found.shape[1], step.module)) is None:
+                    continue
+                rows = rows[begin:end]
+                yield Difference(
+                    step=number,
+                    op=step.op,
+                    module=step.module,
+                    value=name,
+                    phase=phase,
+                    difference=float(abs(found - rows).max()),
+                    magnitude=float(abs(rows).max()),
+                )
+        executor.run(batch)
+
+
+def _batch(ids: Sequence[int], begin: int, end: int, blocks: int) -> Any:
+    import numpy as np
+
+    from llmc.runtime.batch import Batch
+
+    count = end - begin
+    return Batch(
+        input_ids=np.array(ids[begin:end], np.int32),
+        position_ids=np.arange(begin, end, dtype=np.int32),
+        logit_rows=np.arange(count, dtype=np.int32),
+        cu_seqlens=np.array([0, count], np.int32),
+        num_computed=np.array([begin], np.int32),
+        block_tables=np.arange(blocks, dtype=np.int32)[None],
+    )
+
+
+class _Reference:
+    """What each module without children read and wrote in transformers, in float32: [tokens, width] by module path."""
+
+    def __init__(self, model: Path | str, ids: Sequence[int]) -> None:
+        import torch
+
+        from llmc.compiler.checkpoint import Checkpoint
+        from llmc.compiler.families.base import all_fixes
+        from llmc.compiler.model import build_model, model_class
+
+        checkpoint = Checkpoint.open(model)
+        fix = all_fixes().get(model_class(checkpoint.config).__name__)
+        module = build_model(checkpoint.config, fix.reference if fix else "eager")
+        with torch.no_grad():
+            for name, tensor in module.state_dict().items():
+                source = checkpoint.weight(name)
+                tensor.copy_(torch.from_numpy(source.rows(0, source.shape[0]).astype("float32")))
+        self._read: dict[str, NDArray[np.float32]] = {}
+        self._wrote: dict[str, NDArray[np.float32]] = {}
+        self._linears: set[str] = set()
+        for path, part in module.named_modules():
+            if not list(part.children()):
+                part.register_forward_hook(self._hook(path, len(ids)))
+            if getattr(getattr(part, "weight", None), "ndim", 0) == 2:
+                self._linears.add(path)
+        with torch.no_grad():
+            module(input_ids=torch.tensor([list(ids)]), use_cache=False)
+
+    def _hook(self, path: str, tokens: int) -> Any:
+        import torch
+
+        def keep(target: dict[str, Any], value: Any) -> None:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() % tokens == 0:
+                target[path] = value.detach().float().reshape(tokens, -1).numpy().copy()
+
+        def hook(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            keep(self._read, inputs[0] if inputs else None)
+            keep(self._wrote, output)
+
+        return hook
+
+    def outputs_of(self, op: str, module: str, count: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """(output of the step, what the module has for it)."""
+        if op == "add_norm" and module in self._read:
+            yield 0, self._read[module]
+        if op in ("linear", "norm", "add_norm", "embedding") and module in self._wrote:
+            yield count - 1, self._wrote[module]
+
+    def matching(self, first: NDArray[np.float32], width: int, module: str) -> NDArray[np.float32] | None:
+        """The reference of that width: the module's own output, or for a merged linear those of it and its siblings."""
+        if first.shape[1] == width:
+            return first
+        import numpy as np
+
+        parent = module.rsplit(".", 1)[0]
+        siblings = [path for path in self._wrote if path in self._linears and path.rsplit(".", 1)[0] == parent]
+        if module not in siblings:
+            return None
+        parts: list[NDArray[np.float32]] = []
+        for path in siblings[siblings.index(module) :]:
+            parts.append(self._wrote[path])
+            if sum(part.shape[1] for part in parts) == width:
+                return np.concatenate(parts, 1)
+        return None
+
+
+def report(differences: Sequence[Difference], tolerance: float) -> Mapping[str, Any]:
+    """What is printed as JSON."""
+    first = next((d for d in differences if not d.relative <= tolerance), None)
+    return {
+        "tolerance": tolerance,
+        "compared": [asdict(d) | {"relative": d.relative} for d in differences],
+        "first_difference": None if first is None else asdict(first) | {"relative": first.relative},
+    }
+
+
+@click.command()
+@click.argument("engine_dir", metavar="ENGINE", type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", default="The quick brown fox jumps over the lazy dog", show_default=True)
+@click.option("--ids", help="Token ids instead of a text, separated by commas.")
+@click.option("--tolerance", type=float, help="As a share of the largest number of each output. [default: by dtype]")
+@click.option("--all", "show_all", is_flag=True, help="Print every comparison, not the worst of each phase only.")
+@click.option("--json", "as_json", is_flag=True, help="Print every comparison as JSON.")
+def diff(
+    engine_dir: Path,
+    model: Path,
+    prompt: str,
+    ids: str | None,
+    tolerance: float | None,
+    show_all: bool,
+    as_json: bool,
+) -> None:
+    """Compare an engine with the Hugging Face model that it was built from, module by module, in float32.
+
+    Exit status 3 if they differ; the first step that does is named.
+    """
+    from llmc.runtime.engine import load_engine
+
+    engine = load_engine(engine_dir)
+    tolerance = TOLERANCES[engine.model.dtype] if tolerance is None else tolerance
+    found = list(compare(engine, model, _token_ids(engine, prompt, ids)))
+    result = report(found, tolerance)
+    if as_json:
+        json.dump(result, sys.stdout, indent=1)
+        click.echo()
+    else:
+        _print(found, tolerance, show_all)
+    if first := result["first_difference"]:
+        raise GateError(
+            f"step {first['step']}, llmc::{first['op']} of {first['module']} ({first['phase']}): differs by "
+            f"{first['difference']:.3g}, {first['relative']:.2g} of the largest number; tolerance {tolerance:g}"
+        )
+
+
+def _token_ids(engine: Engine, prompt: str, ids: str | None) -> list[int]:
+    if ids is None:
+        from tokenizers import Tokenizer
+
+        return list(Tokenizer.from_str(engine.tokenizer_json).encode(prompt).ids)
+    try:
+        return [int(part) for part in ids.split(",")]
+    except ValueError:
+        raise UsageError(f"--ids {ids}: expected numbers separated by commas") from None
+
+
+def _print(found: Sequence[Difference], tolerance: float, show_all: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(found)} outputs compared, tolerance {tolerance:g}")
+    for column in ("phase", "step", "op", "module", "difference", "largest", "relative"):
+        table.add_column(column, overflow="fold")
+    shown = found if show_all else [max(_of(found, p), key=lambda d: d.relative) for p in ("prefill", "decode")]
+    for d in shown:
+        cells = (d.phase, str(d.step), d.op, d.module, f"{d.difference:.3g}", f"{d.magnitude:.3g}", f"{d.relative:.2g}")
+        table.add_row(*cells, style=None if d.relative <= tolerance else "red")
+    Console().print(table)
+
+
+def _of(found: Sequence[Difference], phase: str) -> list[Difference]:
+    return [d for d in found if d.phase == phase]
