@@ -112,9 +112,11 @@ def _submit(llm: LLM, index: int, line: bytes, defaults: Mapping[str, Any]) -> _
 def _add(llm: LLM, values: dict[str, Any], defaults: Mapping[str, Any]) -> int:
     given = [name for name in ("prompt", "token_ids", "messages") if values.get(name) is not None]
     if len(given) != 1:
-        raise RequestError(f"exactly one of prompt, token_ids and messages is needed, found {', '.join(given) or 'none'}")
+        raise RequestError(
+            f"exactly one of prompt, token_ids and messages is needed, found {', '.join(given) or 'none'}"
+        )
     sources = {name: values.pop(name, None) for name in ("prompt", "token_ids", "messages", "tools")}
-    prompt = sources["messages"] or sources["prompt"] or sources["token_ids"]
+    prompt = sources[given[0]]
     params = SamplingParams.from_mapping({**defaults, **{k: v for k, v in values.items() if v is not None}})
     if given == ["messages"]:
         return llm.add_chat(prompt, params, tools=sources["tools"])

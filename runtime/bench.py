@@ -204,7 +204,13 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(box=None, header_style="bold")
-    for heading, justify in (("workload", "left"), ("median", "right"), ("min", "right"), ("max", "right"), ("", "left")):
+    for heading, justify in (
+        ("workload", "left"),
+        ("median", "right"),
+        ("min", "right"),
+        ("max", "right"),
+        ("", "left"),
+    ):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     form: Callable[[float], str] = lambda v: f"{v:.1f}" if v >= 10 else f"{v:.2f}"  # noqa: E731
     for name, f in {**report["figures"], **report.get("ceilings", {})}.items():

@@ -105,7 +105,8 @@ def verify_engine(path: Path, *, expect_digest: str | None = None, threads: int 
     engine = load_engine(path, expect_digest=expect_digest)
     goldens = _goldens(engine)
     block_size = engine.kv_cache.block_size
-    blocks = selftest.blocks_needed([g.prompt for g in goldens], block_size)
+    steps = max(len(golden.continuation) for golden in goldens)
+    blocks = selftest.blocks_needed([golden.prompt for golden in goldens], block_size, steps)
     replays = []
     for isa in dict.fromkeys([RECORDED_ISA, kernels.best_isa()]):
         executor = CpuExecutor(engine, num_blocks=blocks, threads=threads or resources.physical_cores(), isa=isa)
@@ -152,7 +153,7 @@ def _checked(engine: Engine, arrays: dict[str, NDArray[Any]], where: str) -> lis
     room = min(engine.limits.max_batch_tokens, engine.limits.max_seq_len)
     for golden in goldens:
         ids = (*golden.prompt, *golden.continuation)
-        sized = 1 <= len(golden.prompt) and len(golden.continuation) >= 1 and len(ids) <= room
+        sized = len(golden.prompt) >= 1 and len(golden.continuation) >= 1 and len(ids) <= room
         if not sized or golden.logits.shape != (engine.model.vocab_size,):
             raise EngineError(f"{where}: a prompt of {len(golden.prompt)} tokens does not suit the engine")
         if any(not 0 <= i < engine.model.vocab_size for i in ids):

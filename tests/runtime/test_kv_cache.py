@@ -71,7 +71,8 @@ def test_check_finds_mistakes() -> None:
 
 def test_random_use_keeps_the_sum() -> None:
     random.seed(1)
-    cache, tables, keys = KvCache(32, 16), [], 0
+    cache: KvCache = KvCache(32, 16)
+    tables: list[list[int]] = []
     for _ in range(3000):
         action = random.random()
         if action < 0.4 and cache.num_available:

@@ -163,7 +163,7 @@ def test_a_damaged_tokenizer_is_an_engine_error(kit: Any) -> None:
         kit.tokenizer({"version": "1.0"})
 
 
-# -- templates ----------------------------------------------------------------------------------------------------------
+# -- templates ---------------------------------------------------------------------------------------------------
 
 
 def render(source: str, messages: Any = None, **values: Any) -> str:
