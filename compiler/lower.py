@@ -9,7 +9,7 @@ from functools import cache
 import onnx_ir as ir
 
 from llmc import discover
-from llmc.compiler import memory, weights
+from llmc.compiler import memory, verify, weights
 from llmc.compiler.config import Limits
 from llmc.compiler.constants import Constants
 from llmc.compiler.lowering.builder import Builder, LoweredStep, PackedWeight, Rule
@@ -46,6 +46,7 @@ def lower(graph: ir.Model, target: Target, limits: Limits, dtype: str) -> Lowere
     """
     if dtype not in packing.DTYPES:
         raise CompileError(f"weights of dtype {dtype!r} are not supported; known: {', '.join(packing.DTYPES)}")
+    verify.legal(graph, target)
     constants = Constants(graph.graph)
     builder = Builder(constants, dtype, _multiplied(graph.graph, constants))
     _bind_inputs(builder, graph.graph)
@@ -57,7 +58,9 @@ def lower(graph: ir.Model, target: Target, limits: Limits, dtype: str) -> Lowere
     arena = memory.plan_arena(steps, [logits.buffer], limits.max_batch_tokens, target.alignment)
     plan = _plan(steps, logits, arena, builder)
     used = {value.base for value in plan.values if value.storage is Storage.WEIGHT}
-    return LoweredModel(plan, {name: weight for name, weight in builder.weights.items() if name in used})
+    model = LoweredModel(plan, {name: weight for name, weight in builder.weights.items() if name in used})
+    verify.lowered(plan, model.weights, target)
+    return model
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -234,13 +234,18 @@ class Builder:
         return self.stored(Array(array), name)
 
     # ------------------------------------------------------------------------------------------------ steps
-    def allocate(self, shape: Sequence[Dim], dtype: str, name: str | None = None) -> View:
-        """A new contiguous buffer, named after the node."""
+    def allocate(self, shape: Sequence[Dim], dtype: str, name: str | None = None, rows_first: bool = False) -> View:
+        """A new buffer, named after the node: contiguous, or with the axis of the tokens outermost in memory.
+
+        ``rows_first`` is for ops that write results of any strides. What is computed of a token then lies together
+        wherever its axis is, strides are constants, and most transpositions and reshapes that follow stay views.
+        """
         try:
-            buffer = Buffer(self._unique(name or self._stem), Storage.ARENA, dtype, product(shape))
-            return View(buffer, tuple(shape), contiguous(shape))
+            elements, strides = product(shape), packed_strides(shape) if rows_first else contiguous(shape)
         except ValueError:
             raise CompileError(f"a tensor of {show(shape)} is not linear in the tokens of a step") from None
+        buffer = Buffer(self._unique(name or self._stem), Storage.ARENA, dtype, elements)
+        return View(buffer, tuple(shape), strides)
 
     def emit(self, op: str, inputs: Sequence[View | None], outputs: Sequence[View], **attributes: Attribute) -> None:
         """Append a step; attributes are those that the op declares."""
@@ -258,7 +263,7 @@ class Builder:
     def elementwise(self, function: str, *operands: View, dtype: str | None = None, out: View | None = None) -> View:
         """Apply a function to operands that broadcast; the result has ``dtype``, by default that of the last."""
         shape = broadcast_shape([operand.shape for operand in operands])
-        result = out if out is not None else self.allocate(shape, dtype or operands[-1].dtype)
+        result = out if out is not None else self.allocate(shape, dtype or operands[-1].dtype, rows_first=True)
         views = [_dropped(operand.expand(result.shape), result) for operand in (*operands, result)]
         self.emit("elementwise", views[:-1], views[-1:], function=function)
         return result
@@ -274,12 +279,18 @@ class Builder:
 
     def copy(self, view: View) -> View:
         """The view made contiguous by a step."""
+        return self.elementwise("copy", view, out=self.allocate(view.shape, view.dtype))
+
+    def copy_rows(self, view: View) -> View:
+        """The view copied, with the axis of the tokens outermost in memory."""
         return self.elementwise("copy", view, dtype=view.dtype)
 
     def reshape(self, view: View, shape: Sequence[Dim]) -> View:
         """The view under another shape, copied where strides can't say it."""
         found = view.reshape(shape)
-        if found is None:
+        if found is None and replace(view, strides=packed_strides(view.shape)).reshape(shape) is not None:
+            found = self.copy_rows(view).reshape(shape)
+        elif found is None:
             found = self.copy(view).reshape(shape)
         if found is None:
             raise CompileError(f"can't reshape {show(view.shape)} to {show(shape)}")
@@ -331,6 +342,13 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
                 raise CompileError(f"shapes {' and '.join(map(show, shapes))} don't broadcast")
             result[axis] = size
     return tuple(result)
+
+
+def packed_strides(shape: Sequence[Dim]) -> Shape:
+    """Strides without gaps, the axis of the tokens outermost."""
+    order = sorted(range(len(shape)), key=lambda axis: shape[axis].is_constant)
+    strides = contiguous([shape[axis] for axis in order])
+    return tuple(strides[order.index(axis)] for axis in range(len(shape)))
 
 
 def plan_dtype(dtype: ir.DataType, where: str) -> str:

@@ -83,7 +83,7 @@ def _norm_rows(builder: Builder, x: View, y: View, keep: int) -> tuple[View, Vie
 def _add_norm(builder: Builder, node: ir.Node) -> Sequence[View]:
     a, b = builder.view(node.inputs[0]), builder.view(node.inputs[1])
     weight, bias, keep = _scales(builder, node, 2)
-    total, y = builder.allocate(a.shape, "float32"), builder.allocate(a.shape, "float32")
+    total, y = (builder.allocate(a.shape, "float32", value.name) for value in node.outputs)
     rank = keep + 1
     inputs = [builder.rows(x.expand(a.shape), rank, keep) for x in (a, b)]
     outputs = [builder.rows(x, rank, keep) for x in (total, y)]

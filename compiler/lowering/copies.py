@@ -9,12 +9,13 @@ from llmc.compiler.lowering.builder import LoweredStep
 from llmc.compiler.lowering.values import ONE, Buffer, View, contiguous, probe, product
 from llmc.runtime.plan import Storage
 
-STRIDED_OUTPUTS = frozenset(
-    ("elementwise", "linear", "rope", "norm", "embedding", "glu", "reduce", "softmax", "matmul")
-)
-"""Ops whose kernels write results of any strides, those of UNIT_INNER with a unit inner stride."""
+UNIT_INNER = frozenset(("linear", "rope", "norm", "embedding", "glu", "paged_attention"))
+"""Ops whose kernels write rows anywhere, of contiguous elements."""
 
-UNIT_INNER = frozenset(("linear", "rope", "norm", "embedding", "glu"))
+STRIDED_OUTPUTS = UNIT_INNER | frozenset(
+    ("elementwise", "reduce", "softmax", "cumsum", "topk", "gather", "gather_elements", "scatter_elements", "matmul")
+)
+"""Ops whose kernels write results of any strides."""
 
 
 def remove_copies(steps: Sequence[LoweredStep], logits: View) -> list[LoweredStep]:

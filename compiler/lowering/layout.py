@@ -121,7 +121,7 @@ def _concat(builder: Builder, node: ir.Node) -> Sequence[View]:
         total = total + part.shape[axis]
     shape = list(parts[0].shape)
     shape[axis] = total
-    result = builder.allocate(shape, parts[0].dtype)
+    result = builder.allocate(shape, parts[0].dtype, rows_first=True)
     start = ZERO
     for part in parts:
         if part.rank != result.rank or part.dtype != result.dtype:
@@ -154,7 +154,7 @@ def _pad(builder: Builder, node: ir.Node) -> Sequence[View]:
         if (low or high) and not x.shape[axis].is_constant:
             raise CompileError(f"pads the axis {axis} of {show(x.shape)}, which packs the tokens of several requests")
         shape[axis] = shape[axis] + (low + high)
-    result = builder.allocate(shape, x.dtype)
+    result = builder.allocate(shape, x.dtype, rows_first=True)
     builder.elementwise("copy", value.squeeze() if value is not None else builder.number(0, x.dtype), out=result)
     inner = result
     for axis, low in zip(axes, before, strict=True):

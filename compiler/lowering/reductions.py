@@ -21,7 +21,7 @@ def reduce(builder: Builder, function: str, x: View, axes: Sequence[int]) -> Vie
     if function in ("max", "min") and dtype == "bool":
         function = "any" if function == "max" else "all"
     last = x.to_last(axes)
-    result = builder.allocate(last.shape[: x.rank - len(axes)], dtype)
+    result = builder.allocate(last.shape[: x.rank - len(axes)], dtype, rows_first=True)
     builder.emit_rows("reduce", [last], [result], function=function, num_axes=len(axes))
     return result
 
@@ -82,7 +82,7 @@ def along(builder: Builder, op: str, x: View, axis: int, **attributes: bool) -> 
     if x.strides[axis] != ZERO:  # what is the same for all tokens may be counted: a running sum of ones
         refuse_tokens(x, [axis])
     last = x.to_last([axis])
-    result = builder.allocate(last.shape, x.dtype)
+    result = builder.allocate(last.shape, x.dtype, rows_first=True)
     builder.emit_rows(op, [last], [result], **attributes)
     return from_last(result, axis)
 
@@ -114,15 +114,16 @@ def _cumsum(builder: Builder, node: ir.Node) -> Sequence[View]:
 def _topk(builder: Builder, node: ir.Node) -> Sequence[View]:
     x, k = builder.view(node.inputs[0]), builder.ints(node, 1)
     assert k is not None, "TopK has a k"
-    return topk(builder, x, axis_of(node, x.rank, -1), k[0], bool(attribute(node, "largest", 1)))
+    return topk(builder, node, x, axis_of(node, x.rank, -1), k[0], bool(attribute(node, "largest", 1)))
 
 
-def topk(builder: Builder, x: View, axis: int, k: int, largest: bool) -> Sequence[View]:
+def topk(builder: Builder, node: ir.Node, x: View, axis: int, k: int, largest: bool) -> Sequence[View]:
     """Values and indices, sorted."""
     refuse_tokens(x, [axis])
     last = x.to_last([axis])
     shape = [*last.shape[:-1], ONE * k]
-    outputs = [builder.allocate(shape, x.dtype), builder.allocate(shape, "int64")]
+    dtypes = zip(node.outputs, (x.dtype, "int64"), strict=True)
+    outputs = [builder.allocate(shape, dtype, value.name) for value, dtype in dtypes]
     builder.emit_rows("topk", [last], outputs, k=k, largest=largest)
     return [from_last(output, axis) for output in outputs]
 
@@ -144,7 +145,7 @@ def _llmc_cumsum(builder: Builder, node: ir.Node) -> Sequence[View]:
 
 def _llmc_topk(builder: Builder, node: ir.Node) -> Sequence[View]:
     x = builder.view(node.inputs[0])
-    return topk(builder, x, x.rank - 1, attribute(node, "k"), bool(attribute(node, "largest")))
+    return topk(builder, node, x, x.rank - 1, attribute(node, "k"), bool(attribute(node, "largest")))
 
 
 RULES: Mapping[str, Rule] = {
