@@ -33,8 +33,8 @@ AHEAD = 4
 def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mapping[str, Any]) -> int:
     """Run every line of a file; a line that can't be run has its error in its place. Returns the exit code.
 
-    The results replace ``output_file`` when all are there. After an interruption, the finished ones are in a file beside
-    it, whose name is printed.
+    The results replace ``output_file`` when all are there. After an interruption, the finished ones are in a file
+    beside it, whose name is printed.
     """
     if output_file not in (None, "-") and input_file == output_file:
         raise UsageError("--input and --output are the same file")
@@ -95,9 +95,7 @@ class _Entry:
 def _submit(llm: LLM, index: int, line: bytes, defaults: Mapping[str, Any]) -> _Entry:
     head: dict[str, Any] = {"index": index}
     try:
-        values = strict.parse_json(line, "line", RequestError)
-        if not isinstance(values, dict):
-            raise RequestError("expected an object with prompt or messages")
+        values = _parse(line)
         if "id" in values:
             head["id"] = values.pop("id")
         request_id = _add(llm, values, defaults)
@@ -107,6 +105,13 @@ def _submit(llm: LLM, index: int, line: bytes, defaults: Mapping[str, Any]) -> _
             error["field"] = problem.field
         return _Entry(head, record=head | {"error": error})
     return _Entry(head, llm.request(request_id))
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    values = strict.parse_json(line, "line", RequestError)
+    if not isinstance(values, dict):
+        raise RequestError("expected an object with prompt or messages")
+    return values
 
 
 def _add(llm: LLM, values: dict[str, Any], defaults: Mapping[str, Any]) -> int:
@@ -129,7 +134,7 @@ def _add(llm: LLM, values: dict[str, Any], defaults: Mapping[str, Any]) -> int:
     return llm.add_request(prompt, params)
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`llmc bench`: how fast an engine reads prompts, writes tokens, and serves a mixed batch; and what the machine allows."""
+"""`llmc bench`: how fast an engine reads prompts, writes tokens and serves a mixed batch; what the machine allows."""
 
 from __future__ import annotations
 

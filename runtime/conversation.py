@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,5 @@ def _read(terminal: bool) -> str | None:
 
 def _enable_editing() -> None:
     """Arrow keys and history for input(), where Python has readline."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401
-    except ImportError:
-        pass
