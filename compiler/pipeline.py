@@ -14,6 +14,7 @@ import onnx_ir as ir
 from torch import fx
 
 from llmc import debug
+from llmc.compiler import verify
 from llmc.compiler.check import Checker
 from llmc.compiler.graph import Traced, emit
 from llmc.compiler.weights import WeightSource
@@ -39,12 +40,16 @@ def make_graph(program: Traced, weight_source: Callable[[str], WeightSource] | N
         names = program.parameter_names
         module.meta[WEIGHT_DTYPES] = {target: weight_source(name).dtype for target, name in names.items()}
     watch.fx_graph("trace", module)
+    verify.traced(module, {*program.parameter_names, *program.buffers})
     for fx_pass in ordered_fx_passes():
         watch.fx_graph(fx_pass.__name__, module, fx_pass()(module))
+    verify.fused(module)
     model = emit(program, weight_source)
     watch.graph("Emit", model)
+    verify.emitted(model)
     for graph_pass in ordered_passes():
         watch.graph(graph_pass.__name__, model, bool(graph_pass()(model).modified))
+        verify.emitted(model)
     return model
 
 

@@ -45,7 +45,7 @@ def traced(module: fx.GraphModule, weights: Collection[str]) -> None:
                 raise CompileError(f"{where}: its shape depends on {unknown.pop()}, which only the data decides")
             if sum(bool(_size_symbols(size)) for size in value.shape) > 1:
                 raise CompileError(
-                    f"{where}: has the shape {_shown(value)}, every token beside every other; only attention may do that"
+                    f"{where}: has the shape {_shown(value)}, each token beside each other; only attention may do that"
                 )
         if node.op == "get_attr" and str(node.target) not in weights:
             raise CompileError(f"{where}: reads {node.target}, which is neither a weight nor a buffer of the model")
