@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from llmc.compiler.graph_builder import BOOL, FLOAT, INT64
-from llmc.passes.fx.nodes import arguments
+from llmc.passes.fx.nodes import arguments, op_name
 
 if TYPE_CHECKING:
     from llmc.compiler.graph import Converter, Emitter
@@ -264,7 +264,7 @@ def _shift(e: Emitter, node: fx.Node) -> ir.Value:
     if not isinstance(b, int):
         raise e.unsupported(node, "shifts by a number that is not constant")
     x, factor = e.operand(a), e.operand(1 << b, e.dtype(node))
-    if "left" in str(node.target):
+    if op_name(node) in ("aten.bitwise_left_shift", "aten.__lshift__"):
         return e.build.binary("Mul", x, factor)
     return floor_division(e, x, factor)
 
@@ -316,6 +316,30 @@ def _hyperbolic(op: str) -> Callable[[Emitter, ir.Value], ir.Value]:
         return e.build.binary("Mul", both, e.operand(0.5, FLOAT))
 
     return compute
+
+
+def _asinh(e: Emitter, x: ir.Value) -> ir.Value:
+    """sign(x) * log(|x| + sqrt(x^2 + 1))."""
+    size, one = e.build.unary("Abs", x), e.operand(1.0, FLOAT)
+    root = e.build.unary("Sqrt", e.build.binary("Add", e.build.binary("Mul", x, x), one))
+    return e.build.binary("Mul", e.build.unary("Sign", x), e.build.unary("Log", e.build.binary("Add", size, root)))
+
+
+def _acosh(e: Emitter, x: ir.Value) -> ir.Value:
+    """log(x + sqrt(x^2 - 1))."""
+    root = e.build.unary("Sqrt", e.build.binary("Sub", e.build.binary("Mul", x, x), e.operand(1.0, FLOAT)))
+    return e.build.unary("Log", e.build.binary("Add", x, root))
+
+
+def _atanh(e: Emitter, x: ir.Value) -> ir.Value:
+    """(log(1 + x) - log(1 - x)) / 2."""
+    logs = (e.build.function("log1p", x), e.build.function("log1p", e.build.unary("Neg", x)))
+    return e.build.binary("Mul", e.build.binary("Sub", *logs), e.operand(0.5, FLOAT))
+
+
+def _hypot(e: Emitter, node: fx.Node) -> ir.Value:
+    a, b = (e.build.binary("Mul", x, x) for x in _pair(e, node))
+    return e.build.unary("Sqrt", e.build.binary("Add", a, b))
 
 
 def _erfc(e: Emitter, x: ir.Value) -> ir.Value:
@@ -372,6 +396,10 @@ CONVERTERS: dict[str, Converter] = {
     "aten.tan": _composed(_tan),
     "aten.sinh": _composed(_hyperbolic("Sub")),
     "aten.cosh": _composed(_hyperbolic("Add")),
+    "aten.asinh": _composed(_asinh),
+    "aten.acosh": _composed(_acosh),
+    "aten.atanh": _composed(_atanh),
+    "aten.hypot": _hypot,
     "aten.erfc": _composed(_erfc),
     "aten.special_erfc": _composed(_erfc),
     "aten.frac": _composed(_fraction),
@@ -418,6 +446,8 @@ CONVERTERS: dict[str, Converter] = {
     **{f"aten.__{name}__": _bitwise(op) for name, op in (("and", "And"), ("or", "Or"), ("xor", "Xor"))},
     "aten.bitwise_left_shift": _shift,
     "aten.bitwise_right_shift": _shift,
+    "aten.__lshift__": _shift,
+    "aten.__rshift__": _shift,
     "aten.where": _where,
     "aten.masked_fill": _masked_fill,
     "aten.clamp": _clamp,

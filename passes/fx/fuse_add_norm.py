@@ -20,7 +20,7 @@ class FuseAddNorm(FxPass):
     3. Between sum and norm, the axes before the last may be merged or split.
     """
 
-    runs_after = ("CleanUp", "FormLinears", "FuseRope", "FuseGlu")
+    runs_after = ("CleanUp", "FormLinears", "FormNorms", "FuseRope", "FuseGlu")
 
     def call(self, module: fx.GraphModule) -> bool:
         """See FxPass."""
