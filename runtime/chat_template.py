@@ -83,6 +83,7 @@ class ChatTemplate:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            start_new_session=True,  # Ctrl-C is for this process
         )
         self._ask(self.source, START_SECONDS)
 

@@ -24,9 +24,6 @@ Ids = NDArray[np.intp]
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, as in OpenAI's API."""
 
-NUCLEUS_STEPS = (128, 4096)
-"""Sizes of the sets of most likely tokens that are sorted, until one holds top_p of the probability."""
-
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -156,7 +153,7 @@ def uniform(seed: int, choice: int, position: int, attempt: int = 0) -> float:
 def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
     """The token at which the cumulative probability, of the tokens that the filters leave, exceeds ``draw``.
 
-    Filters in the order of transformers: top_k, top_p of what is left, min_p.
+    Filters in the order of transformers: top_k, top_p of what is left, min_p. The rest is summed in order of ids.
     """
     highest = scores.max()
     if not np.isfinite(highest):
@@ -164,11 +161,14 @@ def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
     with np.errstate(over="ignore"):
         scaled = (scores - highest) / np.float32(max(params.temperature, 1e-30))
     ids: Ids | None = None
-    if 0 < params.top_k < len(scores):
-        ids = largest(scaled, params.top_k)
+    if 0 < params.top_k < len(scaled):
+        ids = _top(scaled, params.top_k)
+        scaled = scaled[ids]
     if params.top_p < 1:
-        ids = _nucleus(scaled, ids, params.top_p)
-    probabilities = np.exp(scaled if ids is None else scaled[ids])
+        kept = _nucleus(scaled, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        scaled = scaled[kept]
+    probabilities = np.exp(scaled)
     if params.min_p > 0:  # the highest probability is exp(0)
         probabilities[probabilities < params.min_p] = 0
     cumulative = np.cumsum(probabilities, dtype=np.float64)
@@ -180,28 +180,29 @@ def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
 
 def largest(scores: Scores, count: int) -> Ids:
     """The ids of the ``count`` largest scores, in falling order; ties: lowest id first."""
-    if count < len(scores):
-        bound = np.partition(scores, len(scores) - count)[len(scores) - count]
-        above = np.flatnonzero(scores > bound)
-        ids = np.concatenate([above, np.flatnonzero(scores == bound)[: count - len(above)]])
-    else:
-        ids = np.arange(len(scores))
+    ids = _top(scores, count) if count < len(scores) else np.arange(len(scores))
     return ids[np.argsort(-scores[ids], kind="stable")]
 
 
-def _nucleus(scaled: Scores, ids: Ids | None, top_p: float) -> Ids:
-    """The smallest set of most likely tokens (of ``ids``, sorted, if given) with ``top_p`` of the probability."""
-    if ids is not None:
-        cumulative = np.cumsum(np.exp(scaled[ids]), dtype=np.float64)
-        return ids[: int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1]
-    goal = top_p * float(np.exp(scaled).sum(dtype=np.float64))
-    for count in (*NUCLEUS_STEPS, len(scaled)):
-        ids = largest(scaled, min(count, len(scaled)))
-        cumulative = np.cumsum(np.exp(scaled[ids]), dtype=np.float64)
-        if cumulative[-1] >= goal:
-            break
-    assert ids is not None, "the loop above ran"
-    return ids[: int(np.searchsorted(cumulative, goal)) + 1]
+def _top(scores: Scores, count: int) -> Ids:
+    """The same in order of ids; ``count`` is less than all."""
+    return _from(scores, count, np.partition(scores, len(scores) - count)[len(scores) - count])
+
+
+def _nucleus(scores: Scores, top_p: float) -> Ids:
+    """The smallest set of most likely tokens with ``top_p`` of the probability, in order of ids."""
+    falling = np.sort(scores)[::-1]
+    cumulative = np.cumsum(np.exp(falling), dtype=np.float64)
+    count = min(int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1, len(scores))
+    return _from(scores, count, falling[count - 1])
+
+
+def _from(scores: Scores, count: int, lowest: np.float32) -> Ids:
+    """The ids of the ``count`` largest scores, of which the smallest is ``lowest``, in order of ids."""
+    above = np.flatnonzero(scores > lowest)
+    if len(above) == count:
+        return above
+    return np.sort(np.concatenate([above, np.flatnonzero(scores == lowest)[: count - len(above)]]))
 
 
 def log_probability(row: Scores, token: int, count: int) -> TokenLogprob:

@@ -111,7 +111,6 @@ def main() -> None:
     if source is None:
         return
     _limit_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         template = environment().from_string(source)
