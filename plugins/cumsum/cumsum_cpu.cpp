@@ -12,8 +12,8 @@ class Cumsum : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &x = context.in[0], &y = context.out[0];
-    require(x.dtype == y.dtype && x.ndim >= 1 && x.ndim == y.ndim, "cumsum: x and y need one shape and dtype");
-    require_same_shape(x, y, x.ndim, "cumsum: x and y need one shape and dtype");
+    require(x.dtype == y.dtype && x.ndim >= 1 && x.ndim == y.ndim, "x and y need one shape and dtype");
+    require_same_shape(x, y, x.ndim, "x and y need one shape and dtype");
     switch (x.dtype) {
       case DType::f32:
         return rows<float>(context);
@@ -22,7 +22,7 @@ class Cumsum : public Kernel {
       case DType::i64:
         return rows<std::int64_t>(context);
       default:
-        fail("cumsum: x must be float32, int32 or int64");
+        fail("x must be float32, int32 or int64");
     }
   }
 

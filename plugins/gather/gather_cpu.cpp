@@ -10,12 +10,12 @@ class Gather : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &data = context.in[0], &ids = context.in[1], &y = context.out[0];
-    require(data.dtype == y.dtype, "gather: data and y need one dtype");
+    require(data.dtype == y.dtype, "data and y need one dtype");
     const int rest = data.ndim - 1;
-    require(rest >= 0 && y.ndim == ids.ndim + rest, "gather: y needs the shape of ids, then that of a row");
-    require_same_shape(ids, y, ids.ndim, "gather: y needs the shape of ids, then that of a row");
+    require(rest >= 0 && y.ndim == ids.ndim + rest, "y needs the shape of ids, then that of a row");
+    require_same_shape(ids, y, ids.ndim, "y needs the shape of ids, then that of a row");
     for (int d = 0; d < rest; ++d) {
-      require(y.shape[ids.ndim + d] == data.shape[d + 1], "gather: y needs the shape of ids, then that of a row");
+      require(y.shape[ids.ndim + d] == data.shape[d + 1], "y needs the shape of ids, then that of a row");
     }
     switch (item_size(data.dtype)) {
       case 1:
@@ -48,7 +48,7 @@ class Gather : public Kernel {
 
     const Tensor* views[] = {&context.in[1], &y};
     for_each_position(context, Walk<2>(views, leading), from.numel(), [&](const Walk<2>& row, int) {
-      const std::int64_t id = ids.at(row.offset[0], data.shape[0], "gather: an id is out of range");
+      const std::int64_t id = ids.at(row.offset[0], data.shape[0], "an id is out of range");
       const T* source = at<const T>(data, id * data.stride[0]);
       T* target = at<T>(y, row.offset[1]);
       Walk<2> run = inside;

@@ -10,10 +10,10 @@ class GatherElements : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &data = context.in[0], &ids = context.in[1], &y = context.out[0];
-    require(data.dtype == y.dtype, "gather_elements: data and y need one dtype");
-    require(data.ndim >= 1 && ids.ndim == data.ndim && y.ndim == data.ndim, "gather_elements: the ranks differ");
-    require_same_shape(ids, y, ids.ndim, "gather_elements: y needs the shape of ids");
-    require_same_shape(data, y, data.ndim - 1, "gather_elements: data and ids differ in a leading axis");
+    require(data.dtype == y.dtype, "data and y need one dtype");
+    require(data.ndim >= 1 && ids.ndim == data.ndim && y.ndim == data.ndim, "the ranks differ");
+    require_same_shape(ids, y, ids.ndim, "y needs the shape of ids");
+    require_same_shape(data, y, data.ndim - 1, "data and ids differ in a leading axis");
     switch (item_size(data.dtype)) {
       case 1:
         return rows<std::uint8_t>(context);
@@ -39,7 +39,7 @@ class GatherElements : public Kernel {
       T* to = at<T>(y, row.offset[2]);
       for (std::int64_t i = 0; i < y.shape[last]; ++i) {
         const std::int64_t id =
-            index.at(row.offset[1] + i * ids.stride[last], size, "gather_elements: an id is out of range");
+            index.at(row.offset[1] + i * ids.stride[last], size, "an id is out of range");
         to[i * y.stride[last]] = from[id * data.stride[last]];
       }
     });

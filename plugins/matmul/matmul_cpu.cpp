@@ -37,14 +37,14 @@ class Matmul : public Kernel {
   void run(const Context& context) override {
     const Tensor &a = context.in[0], &b = context.in[1], &y = context.out[0];
     const bool f32 = a.dtype == DType::f32 && b.dtype == DType::f32 && y.dtype == DType::f32;
-    require(f32, "matmul: a, b and y must be float32");
+    require(f32, "a, b and y must be float32");
     const int leading = y.ndim - 2;
-    require(leading >= 0 && a.ndim == y.ndim && b.ndim == y.ndim, "matmul: a, b and y need one rank of at least 2");
-    require_same_shape(a, y, leading, "matmul: a and y differ in a leading axis");
-    require_same_shape(b, y, leading, "matmul: b and y differ in a leading axis");
+    require(leading >= 0 && a.ndim == y.ndim && b.ndim == y.ndim, "a, b and y need one rank of at least 2");
+    require_same_shape(a, y, leading, "a and y differ in a leading axis");
+    require_same_shape(b, y, leading, "b and y differ in a leading axis");
     const std::int64_t m = y.shape[leading], n = y.shape[leading + 1], k = a.shape[leading + 1];
     require(a.shape[leading] == m && b.shape[leading] == k && b.shape[leading + 1] == n,
-            "matmul: the shapes do not fit");
+            "the shapes do not fit");
     if (y.numel() == 0) return;
 
     const bool packs = b.stride[leading + 1] != 1;

@@ -75,12 +75,13 @@ class JobList {
     });
   }
 
+  // Jobs of one head follow one another: its keys and values are still in the caches.
   void add(const Sequence& sequence, std::int32_t s) {
     const bool chain = is_chain(step_.context.batch, sequence);
-    for_each_tokens(sequence, chain, [&](const Tokens& tokens) {
-      const std::int64_t first = first_tile(tokens), last = last_tile(tokens);
-      const std::int64_t parts = std::clamp((tokens.cost + limit_ - 1) / limit_, std::int64_t{1}, last - first);
-      for (std::int64_t head = 0; head < step_.slot.kv_heads; ++head) {
+    for (std::int64_t head = 0; head < step_.slot.kv_heads; ++head) {
+      for_each_tokens(sequence, chain, [&](const Tokens& tokens) {
+        const std::int64_t first = first_tile(tokens), last = last_tile(tokens);
+        const std::int64_t parts = std::clamp((tokens.cost + limit_ - 1) / limit_, std::int64_t{1}, last - first);
         Split* split = parts > 1 ? make_split(tokens, first, last - first, parts) : nullptr;
         for (std::int64_t part = 0; part < parts; ++part) {
           const std::int64_t from = first + (last - first) * part / parts,
@@ -94,8 +95,8 @@ class JobList {
                             !chain,
                             split};
         }
-      }
-    });
+      });
+    }
   }
 
   Split* make_split(const Tokens& tokens, std::int64_t first, std::int64_t tiles, std::int64_t parts) {
@@ -105,8 +106,12 @@ class JobList {
     split->jobs_left = static_cast<std::int32_t>(parts);
     split->first_tile = first;
     split->tiles = tiles;
-    split->values = scratch.array<float>(tiles * rows * step_.width);
-    split->seen = scratch.array<Seen>(tiles * rows);
+    split->seen = scratch.array<Seen>(tiles);
+    const std::int64_t padded = (rows + kLanes - 1) / kLanes * kLanes;
+    float* memory = scratch.array<float>(tiles * (2 * padded + rows * step_.width));
+    for (std::int64_t t = 0; t < tiles; ++t, memory += 2 * padded + rows * step_.width) {
+      split->seen[t] = {memory, memory + padded, memory + 2 * padded};
+    }
     return split;
   }
 
@@ -143,8 +148,7 @@ class PagedAttention : public Kernel {
 
  private:
   const KvSlot& check(const Context& context) const {
-    require(context.in.size() == 5 && context.out.size() == 1,
-            "expected q, k, v, sinks?, slopes? -> y");
+    require(context.in.size() == 5 && context.out.size() == 1, "expected q, k, v, sinks?, slopes? -> y");
     require(slot_ >= 0 && slot_ < static_cast<std::int64_t>(context.kv.slots.size()), "no such slot");
     const KvSlot& slot = context.kv.slots[static_cast<std::size_t>(slot_)];
     const Tensor &q = context.in[0], &k = context.in[1], &v = context.in[2], &y = context.out[0];
@@ -152,15 +156,13 @@ class PagedAttention : public Kernel {
     const auto fits = [](const Tensor& x, std::int64_t a, std::int64_t b, std::int64_t c) {
       return x.dtype == DType::f32 && x.ndim == 3 && x.shape[0] == a && x.shape[1] == b && x.shape[2] == c;
     };
-    require(q.ndim == 3 && q.shape[1] > 0 && q.shape[1] % slot.kv_heads == 0,
-            "kv heads must divide q's heads");
+    require(q.ndim == 3 && q.shape[1] > 0 && q.shape[1] % slot.kv_heads == 0, "kv heads must divide q's heads");
     require(fits(q, rows, q.shape[1], slot.key_dim), "q must be float32 [T, heads, key_dim]");
     require(fits(y, rows, q.shape[1], slot.value_dim) && y.stride[2] == 1,
             "y must be float32 [T, heads, value_dim], contiguous in value_dim");
     if (write_) {
       require(fits(k, rows, slot.kv_heads, slot.key_dim), "k must be float32 [T, kv_heads, key_dim]");
-      require(fits(v, rows, slot.kv_heads, slot.value_dim),
-              "v must be float32 [T, kv_heads, value_dim]");
+      require(fits(v, rows, slot.kv_heads, slot.value_dim), "v must be float32 [T, kv_heads, value_dim]");
     }
     for (const Tensor* x : {&context.in[3], &context.in[4]}) {
       if (!*x) continue;

@@ -20,8 +20,7 @@ struct Step {
 struct Split {
   std::atomic<std::int32_t> jobs_left;
   std::int64_t first_tile, tiles;
-  float* values;  // [tiles][rows][width]
-  Seen* seen;     // [tiles][rows]
+  Seen* seen;  // [tiles]
 };
 
 // Tokens first_token .. + tokens of a sequence, all heads of one kv head, tiles first_tile .. last_tile - 1.
@@ -29,6 +28,25 @@ struct Job {
   std::int32_t sequence, kv_head, first_token, tokens, first_tile, last_tile;
   bool branch;   // one token of a tree that is no chain
   Split* split;  // of jobs that share their rows with others
+};
+
+// Positions begin .. end - 1 of a tile.
+struct TilePart {
+  int begin = kTile, end = 0;
+
+  int blocks_end() const { return (end + kLanes - 1) / kLanes; }
+  void join(const TilePart& other) {
+    if (other.begin >= other.end) return;
+    begin = std::min(begin, other.begin);
+    end = std::max(end, other.end);
+  }
+};
+
+// Rows that are computed together, and the positions that any, or all of them see.
+struct RowBlock {
+  std::int64_t row = 0;
+  int rows = 0;
+  TilePart any, all{0, kTile};
 };
 
 // What new row r of a sequence sees: positions begin .. end - 1, itself being end - 1.
@@ -91,12 +109,12 @@ class Worker {
         next_(memory),
         q_(take<float>(sizes.rows * step.key_dim)),
         scores_(take<float>(sizes.rows * kTile)),
-        tile_values_(take<float>(sizes.rows * step.width)),
-        values_(take<float>(sizes.rows * step.width)),
-        tile_seen_(take<Seen>(sizes.rows)),
-        seen_(take<Seen>(sizes.rows)),
+        tile_(take_seen(sizes.rows)),
+        seen_(take_seen(sizes.rows)),
         ranges_(take<Range>(sizes.tokens)),
-        keys32_(kConverts ? take<float>(kTile * step.key_dim) : nullptr),
+        parts_(take<TilePart>(sizes.tokens)),
+        blocks_(take<RowBlock>(sizes.rows / kRowBlock + 1)),
+        keys32_(kConverts ? take<float>(kKeyBlocks * kLanes * step.key_dim) : nullptr),
         values32_(kConverts ? take<float>(kTile * step.width) : nullptr),
         branch_keys_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * cache_.key_page) : nullptr),
         branch_values_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * kLanes * step.value_dim)
@@ -106,18 +124,15 @@ class Worker {
     start(job);
     for (std::int64_t tile = job.first_tile; tile < job.last_tile; ++tile) {
       if (job.split != nullptr) {
-        const std::int64_t part = (tile - job.split->first_tile) * rows_;
-        attend(tile, job.split->values + part * step_.width, job.split->seen + part);
-        continue;
+        attend(tile, job.split->seen[tile - job.split->first_tile]);
+      } else {
+        attend(tile, tile_);
+        add_tile(seen_, tile_, rows_, step_.width);
       }
-      attend(tile, tile_values_, tile_seen_);
-      add(tile_values_, tile_seen_);
     }
     if (job.split != nullptr) {
       if (job.split->jobs_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      for (std::int64_t t = 0; t < job.split->tiles; ++t) {
-        add(job.split->values + t * rows_ * step_.width, job.split->seen + t * rows_);
-      }
+      for (std::int64_t t = 0; t < job.split->tiles; ++t) add_tile(seen_, job.split->seen[t], rows_, step_.width);
     }
     finish(job);
   }
@@ -130,6 +145,19 @@ class Worker {
     U* memory = reinterpret_cast<U*>(next_);
     next_ += (static_cast<std::size_t>(count) * sizeof(U) + 63) / 64 * 64;
     return memory;
+  }
+
+  Seen take_seen(std::int64_t rows) {
+    const std::int64_t padded = (rows + kLanes - 1) / kLanes * kLanes;
+    float *largest = take<float>(padded), *sum = take<float>(padded);
+    return {largest, sum, take<float>(rows * step_.width)};
+  }
+
+  void clear(const Seen& seen) const {
+    const std::int64_t padded = (rows_ + kLanes - 1) / kLanes * kLanes;
+    std::fill_n(seen.largest, padded, kNothing);
+    std::fill_n(seen.sum, padded, 0.0f);
+    std::fill_n(seen.values, rows_ * step_.width, 0.0f);
   }
 
   void start(const Job& job) {
@@ -146,8 +174,8 @@ class Worker {
         for (std::int64_t d = 0; d < step_.key_dim; ++d) to[d] = from[d * q.stride[2]];
       }
     }
-    std::fill_n(values_, rows_ * step_.width, 0.0f);
-    std::fill_n(seen_, rows_, Seen{});
+    clear(seen_);
+    last_page_ = (ranges_[job.tokens - 1].end - 1) / kLanes;
     branch_page_ = std::numeric_limits<std::int64_t>::max();
     if (job.branch) lay_out_branch(job.first_token);
   }
@@ -175,39 +203,66 @@ class Worker {
     std::copy_n(value, step_.value_dim, branch_values_ + (page * kLanes + to % kLanes) * step_.value_dim);
   }
 
-  // The rows' visible part of a tile.
-  int begin_of(std::int64_t row) const { return clamp_to_tile(ranges_[row / step_.group].begin); }
-  int end_of(std::int64_t row) const { return clamp_to_tile(ranges_[row / step_.group].end); }
   int clamp_to_tile(std::int64_t position) const {
     return static_cast<int>(std::clamp<std::int64_t>(position - tile_start_, 0, kTile));
   }
 
-  // One tile for all rows: their values [rows][width] relative to what they have seen.
-  void attend(std::int64_t tile, float* values, Seen* seen) {
+  // What all rows see of one tile.
+  void attend(std::int64_t tile, const Seen& seen) {
     tile_start_ = tile * kTile;
-    const std::int64_t tokens = rows_ / step_.group;
-    int begin = kTile, end = 0;
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      begin = std::min(begin, clamp_to_tile(ranges_[t].begin));
-      end = std::max(end, clamp_to_tile(ranges_[t].end));
-    }
-    std::fill_n(values, rows_ * step_.width, 0.0f);
-    if (begin >= end) {
-      std::fill_n(seen, rows_, Seen{});
-      return;
-    }
-    const T* keys[kTileBlocks];
-    const T* pages[kTileBlocks];
-    const int first = begin / kLanes, last = (end + kLanes - 1) / kLanes;
-    for (int b = 0; b < kTileBlocks; ++b)
+    clear(seen);
+    const TilePart any = find_parts();
+    if (any.begin >= any.end) return;
+    const T *keys[kTileBlocks], *pages[kTileBlocks], *next[kTileBlocks], *unused;
+    const int first = any.begin / kLanes, last = any.blocks_end();
+    for (int b = 0; b < kTileBlocks; ++b) {
       find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
+      find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next[b], unused);
+    }
     if (kConverts && rows_ > kDirectRows) {
       const float *keys32[kTileBlocks], *values32[kTileBlocks];
-      convert(keys, pages, first, last, keys32, values32);
-      attend_rows(keys32, values32, step_.width, values, seen);
+      for (int b = 0; b < kTileBlocks; ++b) {
+        keys32[b] = keys32_ + b % kKeyBlocks * kLanes * step_.key_dim;
+        values32[b] = values32_ + b * kLanes * step_.width;
+      }
+      for (int b = first / kKeyBlocks * kKeyBlocks; b < last; b += kKeyBlocks) {
+        for (int i = std::max(b, first); i < std::min(b + kKeyBlocks, last); ++i)
+          convert_keys(keys[i], pages[i], keys32_ + (i - b) * kLanes * step_.key_dim);
+        score(keys32, keys32, b, std::min(b + kKeyBlocks, last));
+      }
+      soften_rows(seen);
+      for (int b = first; b < last; ++b) convert_values(pages[b], next[b], values32_ + b * kLanes * step_.width);
+      weigh(values32, values32, step_.width, seen);
     } else {
-      attend_rows(keys, pages, step_.value_dim, values, seen);
+      const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
+      for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
+      soften_rows(seen);
+      weigh(pages, next, step_.value_dim, seen);
     }
+  }
+
+  // The positions of the tile that each token sees, what each block of rows sees, and what any row does.
+  TilePart find_parts() {
+    TilePart any;
+    const std::int64_t tokens = rows_ / step_.group, blocks = (rows_ + kRowBlock - 1) / kRowBlock;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      parts_[t] = {clamp_to_tile(ranges_[t].begin), clamp_to_tile(ranges_[t].end)};
+      any.join(parts_[t]);
+    }
+    for (std::int64_t i = 0; i < blocks; ++i) {  // as even as possible: 8 rows are 4 and 4
+      RowBlock& block = blocks_[i] = RowBlock();
+      block.row = rows_ * i / blocks;
+      const std::int64_t end = rows_ * (i + 1) / blocks;
+      block.rows = static_cast<int>(end - block.row);
+      for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
+        block.any.join(parts_[t]);
+        block.all.begin = std::max(block.all.begin, parts_[t].begin);
+        block.all.end = std::min(block.all.end, parts_[t].end);
+      }
+      if (block.all.begin >= block.all.end) block.all = {kTile, kTile};
+    }
+    block_count_ = blocks;
+    return any;
   }
 
   void find_page(std::int64_t page, const T*& keys, const T*& values) const {
@@ -220,86 +275,78 @@ class Worker {
     }
   }
 
-  void convert(const T* const* keys, const T* const* pages, int first, int last, const float** keys32,
-               const float** values32) {
-    for (int b = 0; b < kTileBlocks; ++b) {
-      const int source = std::clamp(b, first, last - 1);
-      float* key = keys32_ + source * step_.key_dim * kLanes;
-      float* value = values32_ + source * kLanes * step_.width;
-      keys32[b] = key;
-      values32[b] = value;
-      if (source != b) continue;
-      for (std::int64_t d = 0; d < step_.key_dim; ++d) {
-        if constexpr (std::is_same_v<T, bf16>) {
-          f32x16 even, odd;
-          split_pairs(keys[b] + d * kLanes, even, odd);
-          store(key + d * kLanes, even);
-          if (++d < step_.key_dim) store(key + d * kLanes, odd);
-        } else {
-          store(key + d * kLanes, load(keys[b] + d * kLanes));
-        }
-      }
-      for (int j = 0; j < kLanes; ++j) {
-        for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
-          const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
-          store(value + j * step_.width + d, load(pages[b] + j * step_.value_dim + d, lanes));
-        }
+  void convert_keys(const T* page, const T* ahead, float* key) const {
+    for (std::int64_t d = 0; d < step_.key_dim; ++d) {
+      fetch(ahead + d * kLanes);
+      if constexpr (std::is_same_v<T, bf16>) {
+        f32x16 even, odd;
+        split_pairs(page + d * kLanes, even, odd);
+        store(key + d * kLanes, even);
+        if (++d < step_.key_dim) store(key + d * kLanes, odd);
+      } else {
+        store(key + d * kLanes, load(page + d * kLanes));
       }
     }
   }
 
-  template <class U>
-  void attend_rows(const U* const* keys, const U* const* pages, std::int64_t dims, float* values, Seen* seen) {
-    const std::int64_t blocks = (rows_ + kRowBlock - 1) / kRowBlock;
-    for (std::int64_t i = 0; i < blocks; ++i) {  // as even as possible: 8 rows are 4 and 4
-      const std::int64_t row = rows_ * i / blocks;
-      attend_block(keys, pages, dims, row, static_cast<int>(rows_ * (i + 1) / blocks - row), values, seen);
+  void convert_values(const T* page, const T* ahead, float* value) const {
+    for (int j = 0; j < kLanes; ++j, page += step_.value_dim, ahead += step_.value_dim, value += step_.width) {
+      std::int64_t d = 0;
+      for (; d + kLanes <= step_.value_dim; d += kLanes) {
+        fetch(ahead + d);
+        store(value + d, load(page + d));
+      }
+      if (d < step_.value_dim) store(value + d, load(page + d, static_cast<int>(step_.value_dim - d)));
     }
   }
 
+  // One pass over the rows for each few blocks of keys, so that these stay in the nearest cache.
   template <class U>
-  void attend_block(const U* const* keys, const U* const* pages, std::int64_t dims, std::int64_t row, int rows,
-                    float* values, Seen* seen) {
-    using Kernels = RowKernels<U>;
-    const std::int64_t width = step_.width;
-    float* scores = scores_ + row * kTile;
-    int first = kTile, last = 0, shared_begin = 0, shared_end = kTile;
-    for (int r = 0; r < rows; ++r) {
-      const int begin = begin_of(row + r), end = end_of(row + r);
-      if (begin < end) {
-        first = std::min(first, begin);
-        last = std::max(last, end);
-      }
-      shared_begin = std::max(shared_begin, begin);
-      shared_end = std::min(shared_end, end);
-    }
-    if (first < last) {
-      Kernels::score[rows](q_ + row * step_.key_dim, step_.key_dim, keys, first / kLanes, (last + kLanes - 1) / kLanes,
-                           scores);
-    }
-    if (shared_begin >= shared_end) shared_begin = shared_end = kTile;
-    for (int r = 0; r < rows; ++r) {
-      const int begin = begin_of(row + r), end = end_of(row + r);
-      Seen& result = seen[row + r] = Seen{};
+  void score(const U* const* keys, const U* const* ahead, int first, int last) const {
+    for (std::int64_t i = 0; i < block_count_; ++i) {
+      const RowBlock& block = blocks_[i];
+      const int begin = std::max(first, block.any.begin / kLanes), end = std::min(last, block.any.blocks_end());
       if (begin >= end) continue;
-      const std::int64_t token = (row + r) / step_.group;
-      const float distance = static_cast<float>(tile_start_ - (ranges_[token].end - 1));
-      result = soften(scores + r * kTile, begin, end, logit_of((row + r) % step_.group), distance);
-      // positions that not all of the block's rows see
-      weigh_alone(Kernels::weigh[1], row + r, pages, dims, begin, std::min(end, shared_begin), values);
-    }
-    if (shared_begin < shared_end) {
-      Kernels::weigh[rows](scores, pages, dims, shared_begin, shared_end, values + row * width, width);
-      for (int r = 0; r < rows; ++r)
-        weigh_alone(Kernels::weigh[1], row + r, pages, dims, shared_end, end_of(row + r), values);
+      RowKernels<U>::score[block.rows](q_ + block.row * step_.key_dim, step_.key_dim, keys, ahead, begin, end,
+                                       scores_ + block.row * kTile);
     }
   }
 
-  template <class F, class U>
-  void weigh_alone(F kernel, std::int64_t row, const U* const* pages, std::int64_t dims, int begin, int end,
-                   float* values) {
+  void soften_rows(const Seen& seen) const {
+    const std::int64_t tokens = rows_ / step_.group;
+    for (std::int64_t t = 0, row = 0; t < tokens; ++t) {
+      const TilePart part = parts_[t];
+      const float distance = static_cast<float>(tile_start_ - (ranges_[t].end - 1));
+      for (std::int64_t g = 0; g < step_.group; ++g, ++row) {
+        if (part.begin >= part.end) continue;
+        soften(scores_ + row * kTile, part.begin, part.end, logit_of(g), distance, seen.largest[row], seen.sum[row]);
+      }
+    }
+  }
+
+  template <class U>
+  void weigh(const U* const* pages, const U* const* ahead, std::int64_t dims, const Seen& seen) const {
+    const std::int64_t width = step_.width;
+    for (std::int64_t i = 0; i < block_count_; ++i) {
+      const RowBlock& block = blocks_[i];
+      // Positions that only some of the block's rows see are added row by row.
+      for (int r = 0; r < block.rows; ++r) weigh_alone(block.row + r, pages, dims, {0, block.all.begin}, seen.values);
+      if (block.all.begin >= block.all.end) continue;
+      RowKernels<U>::weigh[block.rows](scores_ + block.row * kTile, pages, ahead, dims, block.all.begin, block.all.end,
+                                       seen.values + block.row * width, width);
+      for (int r = 0; r < block.rows; ++r) weigh_alone(block.row + r, pages, dims, {block.all.end, kTile}, seen.values);
+    }
+  }
+
+  template <class U>
+  void weigh_alone(std::int64_t row, const U* const* pages, std::int64_t dims, const TilePart& part,
+                   float* values) const {
+    if (part.begin >= part.end) return;
+    const TilePart& own = parts_[row / step_.group];
+    const int begin = std::max(part.begin, own.begin), end = std::min(part.end, own.end);
     if (begin >= end) return;
-    kernel(scores_ + row * kTile, pages, dims, begin, end, values + row * step_.width, step_.width);
+    RowKernels<U>::weigh[1](scores_ + row * kTile, pages, pages, dims, begin, end, values + row * step_.width,
+                            step_.width);
   }
 
   Logit logit_of(std::int64_t head_in_group) const {
@@ -310,33 +357,26 @@ class Worker {
     return logit;
   }
 
-  void add(const float* values, const Seen* seen) {
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      add_seen(seen_[row], values_ + row * step_.width, seen[row], values + row * step_.width, step_.width);
-    }
-  }
-
   // Divides by the sums, sinks included.
   void finish(const Job& job) {
     const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t head = kv_head_ * step_.group + row % step_.group;
-      Seen seen = seen_[row];
-      float factor = 1;
+      float sum = seen_.sum[row], factor = 1;
       if (sinks) {
-        const float sink = sinks.as<const float>()[head * sinks.stride[0]];
-        const float largest = seen.largest > sink ? seen.largest : sink;
-        alignas(64) float weight[16] = {seen.largest - largest, sink - largest};
-        store(weight, exp(load(weight)));
-        seen.sum = seen.sum * weight[0] + weight[1];
+        const float sink = sinks.as<const float>()[head * sinks.stride[0]] * kLog2e;
+        const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
+        alignas(64) float weight[16] = {seen_.largest[row] - largest, sink - largest};
+        store(weight, power_of_two(load(weight)));
+        sum = sum * weight[0] + weight[1];
         factor = weight[0];
       }
-      factor /= seen.sum;
+      factor /= sum;
       const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
       float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
       for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
         const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
-        store(out + d, load(values_ + row * step_.width + d) * factor, lanes);
+        store(out + d, load(seen_.values + row * step_.width + d) * factor, lanes);
       }
     }
   }
@@ -344,13 +384,15 @@ class Worker {
   const Step& step_;
   const CacheView<T> cache_;
   std::byte* next_;
-  float *q_, *scores_, *tile_values_, *values_;
-  Seen *tile_seen_, *seen_;
-  Range* ranges_;
+  float *q_, *scores_;
+  Seen tile_, seen_;
+  Range* ranges_;    // of the job's tokens
+  TilePart* parts_;  // of the same in the current tile
+  RowBlock* blocks_;
   float *keys32_, *values32_;
   T *branch_keys_, *branch_values_;
   Sequence sequence_{};
-  std::int64_t kv_head_ = 0, rows_ = 0, tile_start_ = 0, branch_page_ = 0;
+  std::int64_t kv_head_ = 0, rows_ = 0, block_count_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;
 };
 
 }  // namespace llmc::LLMC_ISA

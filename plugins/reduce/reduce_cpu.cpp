@@ -145,16 +145,16 @@ class Reduce : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &x = context.in[0], &y = context.out[0];
-    require(axes_ >= 0 && axes_ <= x.ndim, "reduce: x has fewer axes than num_axes");
+    require(axes_ >= 0 && axes_ <= x.ndim, "x has fewer axes than num_axes");
     const int kept = x.ndim - axes_;
-    require_same_shape(x, y, kept, "reduce: y needs the leading shape of x");
-    for (int d = kept; d < y.ndim; ++d) require(y.shape[d] == 1, "reduce: y needs the leading shape of x");
+    require_same_shape(x, y, kept, "y needs the leading shape of x");
+    for (int d = kept; d < y.ndim; ++d) require(y.shape[d] == 1, "y needs the leading shape of x");
     const bool found = x.dtype == DType::f32       ? typed<float>(context, kept)
                        : x.dtype == DType::i32     ? typed<std::int32_t>(context, kept)
                        : x.dtype == DType::i64     ? typed<std::int64_t>(context, kept)
                        : x.dtype == DType::boolean ? logical(context, kept)
                                                    : false;
-    if (!found) fail("reduce: no function '" + function_ + "' of this dtype");
+    if (!found) fail("no function '" + function_ + "' of this dtype");
   }
 
  private:
@@ -187,7 +187,7 @@ class Reduce : public Kernel {
   template <class T, class R, class F>
   bool rows(const Context& context, int kept, DType out, F&& reduce) {
     const Tensor &x = context.in[0], &y = context.out[0];
-    require(y.dtype == out, "reduce: y has the wrong dtype");
+    require(y.dtype == out, "y has the wrong dtype");
     Tensor row = x;
     row.ndim = axes_;
     std::copy_n(x.shape + kept, axes_, row.shape);

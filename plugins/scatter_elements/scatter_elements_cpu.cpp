@@ -9,17 +9,17 @@ namespace {
 class ScatterElements : public Kernel {
  public:
   explicit ScatterElements(const Attributes& attributes) : add_(attributes.text("reduction") == "add") {
-    require(add_ || attributes.text("reduction") == "none", "scatter_elements: reduction must be none or add");
+    require(add_ || attributes.text("reduction") == "none", "reduction must be none or add");
   }
 
   void run(const Context& context) override {
     const Tensor &data = context.in[0], &ids = context.in[1], &src = context.in[2], &y = context.out[0];
-    require(data.dtype == y.dtype && src.dtype == y.dtype, "scatter_elements: data, src and y need one dtype");
+    require(data.dtype == y.dtype && src.dtype == y.dtype, "data, src and y need one dtype");
     const bool ranks = data.ndim >= 1 && ids.ndim == data.ndim && src.ndim == data.ndim && y.ndim == data.ndim;
-    require(ranks, "scatter_elements: the ranks differ");
-    require_same_shape(data, y, data.ndim, "scatter_elements: y needs the shape of data");
-    require_same_shape(ids, src, ids.ndim, "scatter_elements: src needs the shape of ids");
-    require_same_shape(ids, data, ids.ndim - 1, "scatter_elements: data and ids differ in a leading axis");
+    require(ranks, "the ranks differ");
+    require_same_shape(data, y, data.ndim, "y needs the shape of data");
+    require_same_shape(ids, src, ids.ndim, "src needs the shape of ids");
+    require_same_shape(ids, data, ids.ndim - 1, "data and ids differ in a leading axis");
     switch (data.dtype) {
       case DType::f32:
         return rows<float>(context);
@@ -30,7 +30,7 @@ class ScatterElements : public Kernel {
       case DType::boolean:
         return rows<bool>(context);
       default:
-        fail("scatter_elements: data must be float32, int32, int64 or bool");
+        fail("data must be float32, int32, int64 or bool");
     }
   }
 
@@ -51,7 +51,7 @@ class ScatterElements : public Kernel {
       }
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t place = row.offset[1] + i * ids.stride[last];
-        T& target = to[index.at(place, size, "scatter_elements: an id is out of range") * y.stride[last]];
+        T& target = to[index.at(place, size, "an id is out of range") * y.stride[last]];
         const T value = values[i * src.stride[last]];
         target = add_ ? static_cast<T>(target + value) : value;
       }

@@ -37,9 +37,9 @@ class Softmax : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &x = context.in[0], &y = context.out[0];
-    require(x.dtype == DType::f32 && y.dtype == DType::f32, "softmax: x and y must be float32");
-    require(x.ndim >= 1 && x.ndim == y.ndim, "softmax: x and y need one shape");
-    require_same_shape(x, y, x.ndim, "softmax: x and y need one shape");
+    require(x.dtype == DType::f32 && y.dtype == DType::f32, "x and y must be float32");
+    require(x.ndim >= 1 && x.ndim == y.ndim, "x and y need one shape");
+    require_same_shape(x, y, x.ndim, "x and y need one shape");
     const int last = x.ndim - 1;
     const std::int64_t n = x.shape[last], from = x.stride[last], to = y.stride[last];
     if (n == 0) return;

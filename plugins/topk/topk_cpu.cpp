@@ -42,15 +42,15 @@ class TopK : public Kernel {
 
   void run(const Context& context) override {
     const Tensor &x = context.in[0], &values = context.out[0], &indices = context.out[1];
-    require(x.ndim >= 1 && x.ndim == values.ndim && x.ndim == indices.ndim, "topk: x and the results need one rank");
+    require(x.ndim >= 1 && x.ndim == values.ndim && x.ndim == indices.ndim, "x and the results need one rank");
     const int last = x.ndim - 1;
-    require(x.dtype == DType::f32 && values.dtype == DType::f32, "topk: x and values must be float32");
-    require(indices.dtype == DType::i64, "topk: indices must be int64");
-    require_same_shape(x, values, last, "topk: values need the leading shape of x");
-    require_same_shape(x, indices, last, "topk: indices need the leading shape of x");
-    require(values.shape[last] == k_ && indices.shape[last] == k_, "topk: the results need k columns");
+    require(x.dtype == DType::f32 && values.dtype == DType::f32, "x and values must be float32");
+    require(indices.dtype == DType::i64, "indices must be int64");
+    require_same_shape(x, values, last, "values need the leading shape of x");
+    require_same_shape(x, indices, last, "indices need the leading shape of x");
+    require(values.shape[last] == k_ && indices.shape[last] == k_, "the results need k columns");
     const std::int64_t n = x.shape[last];
-    require(k_ >= 0 && k_ <= n && n <= 0x7fffffff, "topk: k is larger than the last axis");
+    require(k_ >= 0 && k_ <= n && n <= 0x7fffffff, "k is larger than the last axis");
     Candidate* heaps = context.scratch.array<Candidate>(context.pool.size() * std::max<std::int64_t>(k_, 1));
     const Tensor* views[] = {&x, &values, &indices};
     for_each_position(context, Walk<3>(views, last), n * 4, [&](const Walk<3>& row, int thread) {
