@@ -25,8 +25,8 @@ UNLIMITED = 1 << 30
 """A window or chunk of this size is none; it stands for a window that the config leaves out."""
 
 _OWN_ATTENTION = (
-    "it computes attention by itself and not through the attention interface of transformers; such a family needs a fix "
-    "in compiler/families"
+    "it computes attention by itself and not through the attention interface of transformers; such a family needs a "
+    "fix in compiler/families"
 )
 _MASKS = {
     "create_causal_mask": "causal",
@@ -103,7 +103,7 @@ def moe(
     return y
 
 
-class _OwnAttention(CompileError, AttributeError):
+class _OwnAttentionError(CompileError, AttributeError):
     """A model treats its mask as a tensor; ``hasattr`` on a mask is false all the same."""
 
 
@@ -124,7 +124,7 @@ class Mask:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise _OwnAttention(_OWN_ATTENTION)
+        raise _OwnAttentionError(_OWN_ATTENTION)
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:

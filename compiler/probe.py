@@ -199,7 +199,7 @@ def _norm_of(module: nn.Module) -> NormFunction | None:
 
 
 def _row_shapes(module: nn.Module, weight: Tensor | None) -> Iterator[tuple[int, ...]]:
-    """Shapes of x without the leading axis to try: that of the weight, else a size that an attribute names, else any."""
+    """Shapes of x without the leading axis to try: the weight's, else a size that an attribute names, else any."""
     if weight is not None:
         yield tuple(weight.shape)
         return

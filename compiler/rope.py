@@ -1,7 +1,7 @@
 """Ropes that switch at run time (dynamic NTK, longrope) are frozen for the engine's longest sequence.
 
-They would look at the largest position of the packed rows, so that one long request would change all others, and a request
-that grows would meet keys that were rotated with other frequencies.
+They would look at the largest position of the packed rows, so that one long request would change all others, and a
+request that grows would meet keys that were rotated with other frequencies.
 """
 
 from __future__ import annotations

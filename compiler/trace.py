@@ -1,7 +1,7 @@
 """Traces a Hugging Face model into an FX graph over packed tokens, on the meta device: no weights are read.
 
-The graph's inputs are ``input_ids`` [1, T], ``position_ids`` [1, T] and ``logit_rows`` [N]; its output are logits [1, N, V].
-T packs the rows of all sequences of a step. Attention and experts are opaque ``llmc::`` ops, the only ones that know about
+The graph's inputs are ``input_ids`` [1, T], ``position_ids`` [1, T] and ``logit_rows`` [N]; its output is the logits
+[1, N, V]. T packs the rows of all sequences of a step. Attention is an opaque ``llmc::`` op, the only one that knows about
 sequences: nothing else may mix rows.
 """
 
@@ -23,11 +23,13 @@ from llmc.compiler.families.base import all_fixes
 from llmc.compiler.model import build_model, check_config
 from llmc.compiler.probe import name_expert_functions, replace_norms_and_activations
 from llmc.compiler.rope import freeze_ropes
+from llmc.compiler.row_check import check_rows
 from llmc.errors import CompileError
 from llmc.passes.fx.base import MAX_SEQ_LEN
 from llmc.passes.fx.clean_up import CleanUp
 from llmc.passes.fx.functionalize import Functionalize
 from llmc.passes.fx.number_slots import NumberSlots
+from llmc.passes.fx.use_positions import UsePositions
 
 __all__ = ["TracedProgram", "bind", "build_model", "trace"]
 
@@ -75,8 +77,9 @@ def trace(config: Any, *, max_seq_len: int) -> TracedProgram:
     module.meta[MAX_SEQ_LEN] = max_seq_len
     for target in {str(node.target) for node in module.graph.find_nodes(op="get_attr")} & set(buffers):
         set_tensor(module, target, buffers[target])
-    for graph_pass in (Functionalize(), CleanUp(), NumberSlots()):
+    for graph_pass in (Functionalize(), CleanUp(), UsePositions(), NumberSlots()):
         graph_pass(module)
+    check_rows(module)
     return _program(module, model, config, notes)
 
 
@@ -103,9 +106,8 @@ def set_tensor(module: nn.Module, target: str, value: Tensor) -> None:
     owner = module.get_submodule(path)
     current = owner._buffers[last]
     if current is None or current.shape != value.shape:
-        raise CompileError(
-            f"{target}: shape {tuple(value.shape)}; the model has {current if current is None else tuple(current.shape)}"
-        )
+        expected = None if current is None else tuple(current.shape)
+        raise CompileError(f"{target}: shape {tuple(value.shape)}; the model has {expected}")
     owner._buffers[last] = value.detach()
 
 

@@ -23,8 +23,8 @@ class Sample:
 class Op:
     """An op: its name, its inputs (a trailing ``?`` marks an optional one), outputs and attributes.
 
-    ``plugins/<name>/reference.py`` holds ``reference(*inputs, **attributes)``, torch code that says what the op means and
-    is right in float64 too, and ``samples(rng) -> Iterator[Sample]``. It is imported when first asked for, so the
+    ``plugins/<name>/reference.py`` holds ``reference(*inputs, **attributes)``, torch code that says what the op means
+    and is right in float64 too, and ``samples(rng) -> Iterator[Sample]``. It is imported when first asked for, so the
     runtime never loads torch. ``plugins/<name>/<name>_cpu.cpp`` is held to it by tests/plugins/test_ops.py.
     """
 
@@ -43,7 +43,7 @@ class Op:
 
     @property
     def fake(self) -> Callable[..., Any]:
-        """Computes shapes only: for references whose control flow depends on values; the others stand for themselves."""
+        """Computes shapes only, for references whose control flow depends on values; others stand for themselves."""
         function: Callable[..., Any] = getattr(self._module, "fake", self._module.reference)
         return function
 

@@ -17,8 +17,8 @@ from llmc import discover
 class Fix:
     """Makes one family traceable whose code the hooks don't reach. Most families need none.
 
-    ``patch`` replaces forwards on the modules of the model that is traced, never on classes; what it has to replace in a
-    module of transformers it enters on the stack, which is unwound after tracing.
+    ``patch`` replaces forwards on the modules of the model that is traced, never on classes; what it has to replace in
+    a module of transformers it enters on the stack, which is unwound after tracing.
     """
 
     architectures: tuple[str, ...]

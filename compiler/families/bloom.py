@@ -30,7 +30,7 @@ def _forward(attention: Any) -> Any:
 
 FIX = Fix(
     architectures=("BloomForCausalLM",),
-    why="its attention does not ask the attention interface, and takes ALiBi as a tensor over positions of one sequence",
+    why="its attention does not ask the attention interface, and takes ALiBi as a tensor over one sequence",
     patch=_patch,
     tiny=lambda: BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4),
 )

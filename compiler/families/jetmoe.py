@@ -55,7 +55,7 @@ def _map(block: Any) -> Any:
 
 
 def _reduce(block: Any) -> Any:
-    """Outputs of the chosen experts: each is put, weighted, at its expert's place in one long row, and multiplied once."""
+    """Outputs of the chosen experts: each is put, weighted, at its expert's place in one row, and multiplied once."""
 
     def forward(layer_input: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
         ids, weights = routing

@@ -33,7 +33,7 @@ def _forward(attention: Any) -> Any:
 
 FIX = Fix(
     architectures=("MptForCausalLM",),
-    why="its attention does not ask the attention interface, and takes ALiBi as a tensor over positions of one sequence",
+    why="its attention does not ask the attention interface, and takes ALiBi as a tensor over one sequence",
     patch=_patch,
     tiny=lambda: MptConfig(vocab_size=128, d_model=64, n_layers=2, n_heads=4, expansion_ratio=2, max_seq_len=256),
 )

@@ -31,8 +31,8 @@ class CleanUp(FxPass):
     """Make the graph as small as it can be without changing a number.
 
     1. Assertions go; inputs come first, then each weight once, then the calls.
-    2. A copy, a cast to the same dtype, a layout change to the same shape, a product with 1, a sum with 0 and the dropout
-       of an evaluated model are their input.
+    2. A copy, a cast to the same dtype, a layout change to the same shape, a product with 1, a sum with 0 and the
+       dropout of an evaluated model are their input.
     3. reshape and expand name at most one size that changes, as -1.
     4. Slices that are written one after the other into a new tensor, and fill it, are a cat.
     5. Equal calls on equal inputs are one; paged attention is left out, since it writes the cache.

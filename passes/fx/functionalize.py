@@ -25,7 +25,8 @@ class Functionalize(FxPass):
     """Give every node one value: ``op_(x)`` becomes ``y = op(x)``, and later readers of x read y.
 
     1. If x is a view, y is written back through the views into the tensor that owns the memory (slice_scatter,
-       select_scatter, the inverse of a layout change), and other views of that tensor are taken anew when they are read.
+       select_scatter, the inverse of a layout change), and other views of that tensor are taken anew where they are
+       read.
     2. A change of a parameter or buffer, of a view that repeats elements (expand), and an op without a functional form
        are refused by name.
     """
@@ -51,6 +52,8 @@ class _Rewriter:
         self._graph = graph
         self._parent: dict[fx.Node, fx.Node] = {}
         """View -> what it is a view of."""
+        self._split: dict[fx.Node, fx.Node] = {}
+        """Call that gives a list of views -> what they are views of."""
         self._newest: dict[fx.Node, fx.Node] = {}
         """Owner of memory that has been changed -> the node that has its contents now."""
         self._taken: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
@@ -65,7 +68,9 @@ class _Rewriter:
         if _is_in_place(node):
             self._replace(node)
             return
-        parent = _view_of(node)
+        parent = self._split.get(node.args[0]) if op_name(node) == "getitem" else _view_of(node)  # type: ignore[arg-type]
+        if op_name(node) in _LISTS and isinstance(node.args[0], fx.Node):
+            self._split[node] = node.args[0]
         self._read_newest(node)
         if parent is not None:
             self._parent[node] = parent
@@ -131,13 +136,8 @@ class _Rewriter:
 
 def _view_of(node: fx.Node) -> fx.Node | None:
     """What a node is a view of, if it shares the memory of an input."""
-    name = op_name(node)
-    if name == "getitem":
-        source = node.args[0]
-        found = source.args[0] if isinstance(source, fx.Node) and op_name(source) in _LISTS else None
-        return found if isinstance(found, fx.Node) else None
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not node.args or not isinstance(node.args[0], fx.Node) or name in _LISTS:
+    if schema is None or not node.args or not isinstance(node.args[0], fx.Node) or op_name(node) in _LISTS:
         return None
     declared = schema.arguments[0].alias_info
     return node.args[0] if declared is not None and _shares_memory(node) else None

@@ -23,5 +23,6 @@ OP = Op("elementwise", inputs=("a", "b?", "c?"), attributes={"function": str}, r
 
 Dtypes: float32, int32, int64, bool. ``round`` goes to even, ``mod`` has the sign of b and ``fmod`` that of a, integer
 ``div`` truncates, comparisons give bool, ``where`` takes a bool a and picks b or c, ``copy`` converts to y's dtype.
-``gelu`` is the erf form and ``gelu_tanh`` its tanh approximation; ``quick_gelu`` is x * sigmoid(1.702 x), ``relu2`` relu(x)^2.
+``gelu`` is the erf form, ``gelu_tanh`` its tanh approximation, ``quick_gelu`` x * sigmoid(1.702 x), and ``relu2``
+relu(x)^2.
 """

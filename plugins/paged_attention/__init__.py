@@ -24,7 +24,7 @@ earlier op of the same step has written them (layers that share keys and values)
 
 The score of a query at position i and a key at j is scale * q.k, plus slopes[h] * (j - i) (ALiBi), then
 softcap * tanh(score / softcap) if softcap > 0. It counts if j <= i, and i - j < window if window > 0, and
-i // chunk == j // chunk if chunk > 0. ``sinks`` [H] are one more logit for each head, without a value. Under a tree mask
-the rows of a sequence see its cached tokens and, among the new rows, their ancestors and themselves; i is then the number
-of cached tokens plus the number of ancestors.
+i // chunk == j // chunk if chunk > 0. ``sinks`` [H] are one more logit for each head, without a value. Under a tree
+mask the rows of a sequence see its cached tokens and, among the new rows, their ancestors and themselves; i is then the
+number of cached tokens plus the number of ancestors.
 """

@@ -288,6 +288,8 @@ CONFIGS: dict[str, Config] = {
             "attention_chunk_size": 8,
             "interleave_moe_layer_step": 2,
             "no_rope_layers": [1, 1, 1, 0],
+            "floor_scale": 4,
+            "attn_scale": 0.3,
         },
     ),
     "jetmoe": Config("jetmoe", SIZES | EXPERTS | {"num_attention_heads": 4, "kv_channels": 16}),
