@@ -152,7 +152,7 @@ def _contents(
         kv_cache=KvCacheSpec(compiled.kv_dtype, BLOCK_SIZE),
         plan=plan,
         weights=list(compiled.lowered.weights.values()),
-        graph=graph_file.to_bytes(compiled.graph),
+        graph=graph_file.to_bytes(compiled.graph, set(compiled.checkpoint.names)),
         tokenizer=tokenizer,
         generation_config=facts.generation_config(compiled.checkpoint),
         recipe=facts.recipe(config, compiled.limits, inputs),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 INLINE_BYTES = 4096
 """Constants up to this size stay in the file."""
 
 
-def to_bytes(model: ir.Model) -> bytes:
-    """Serialise a model, with large initializers as inputs; the model is of no other use afterwards."""
+def to_bytes(model: ir.Model, weights: Collection[str]) -> bytes:
+    """Serialise a model, with weights and large tables as inputs; the model is of no other use afterwards."""
     graph = model.graph
     for name, value in sorted(graph.initializers.items()):
         tensor = value.const_value
-        if tensor is not None and tensor.nbytes <= INLINE_BYTES:
+        if tensor is not None and tensor.nbytes <= INLINE_BYTES and name not in weights:
             value.const_value = ir.tensor(tensor.numpy(), name=name)
             continue
         del graph.initializers[name]
