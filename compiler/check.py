@@ -43,7 +43,10 @@ class Checker:
             owner = filled.get_submodule(path)
             old = getattr(owner, last, None)
             if old is not None:
-                setattr(owner, last, torch.from_numpy(_random(name, tuple(old.shape))))
+                random = torch.from_numpy(_random(name, tuple(old.shape)))
+                for store in (owner._parameters, owner._buffers):
+                    store.pop(last, None)
+                owner.register_buffer(last, random)
         ids, positions, rows = (torch.from_numpy(x).long() for x in self._inputs.values())
         with torch.no_grad():
             logits = filled(ids[None], positions[None], rows)
@@ -83,8 +86,8 @@ def _generator(name: str) -> np.random.Generator:
 
 def _random(name: str, shape: tuple[int, ...]) -> Array:
     """Numbers of a size that keeps activations in bounds; vectors, which scale, are near 1."""
-    numbers = _generator(name).standard_normal(shape, np.float32)
+    numbers = np.asarray(_generator(name).standard_normal(shape, np.float32))
     if len(shape) < 2:
-        return 1 + 0.15 * numbers
+        return np.asarray(1 + 0.15 * numbers, np.float32)
     scaled: Array = numbers * np.float32(1.2 / math.sqrt(shape[-1]))
     return scaled

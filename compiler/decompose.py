@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from llmc.passes.fx.nodes import INHERITED
+from llmc.passes.fx.nodes import INHERITED, op_name
 
 MAX_ROUNDS = 4
 """Decompositions may give ops that have to be decomposed again."""
@@ -18,7 +18,7 @@ def decompose(module: fx.GraphModule, is_known: Callable[[fx.Node], bool]) -> No
     """Replace calls of unknown ops by what torch says that they are; those that torch takes for basic stay."""
     for _ in range(MAX_ROUNDS):
         unknown = [n for n in module.graph.nodes if _is_candidate(n) and not is_known(n)]
-        if not any([_inline(module.graph, node) for node in unknown]):
+        if not any([_inline(module.graph, node, is_known) for node in unknown]):
             break
     module.graph.eliminate_dead_code()
     module.graph.lint()
@@ -29,11 +29,13 @@ def _is_candidate(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), Tensor | tuple | list)
 
 
-def _inline(graph: fx.Graph, node: fx.Node) -> bool:
-    """Put the nodes of its decomposition in the place of a call. Returns whether torch has one."""
+def _inline(graph: fx.Graph, node: fx.Node, is_known: Callable[[fx.Node], bool]) -> bool:
+    """Put the nodes of its decomposition in the place of a call. Returns whether torch has one that helps."""
     inputs = node.all_input_nodes
     traced = _trace(node, inputs)
     if traced is None or any(n.target is node.target for n in traced.graph.nodes):
+        return False
+    if any(op_name(n).startswith("prims.") and not is_known(n) for n in traced.graph.nodes):
         return False
     places = traced.graph.find_nodes(op="placeholder")
     known: dict[fx.Node, Any] = dict(zip(places, inputs, strict=True))
