@@ -57,8 +57,8 @@ class Checker:
     def run_graph(self, model: ir.Model) -> Array:
         """Logits of an onnx_ir graph; weights of other dtypes are taken as float32."""
         names = set(self._parameters.values())
-        shapes = {name: tuple(map(int, value.shape.numpy())) for name, value in model.graph.initializers.items()}
-        given = {name: _random(name, shape) for name, shape in shapes.items() if name in names}
+        initializers = {name: value.shape for name, value in model.graph.initializers.items() if name in names}
+        given = {name: _random(name, tuple(map(int, shape.numpy()))) for name, shape in initializers.items() if shape}
         return run_graph(model, self._inputs, given)["logits"]
 
     def see(self, stage: str, logits: Array) -> None:

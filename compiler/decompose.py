@@ -55,7 +55,7 @@ def _inline(graph: fx.Graph, node: fx.Node, is_known: Callable[[fx.Node], bool])
         return True
     assert isinstance(result, list | tuple), f"{node}: a decomposition gives {result}"
     for user in list(node.users):
-        part = result[user.args[1]]  # type: ignore[index, call-overload]
+        part = result[user.args[1]]  # type: ignore[index]
         assert isinstance(part, fx.Node), f"{node}: a part that is not computed is read"
         user.replace_all_uses_with(known[part], propagate_meta=False)
         graph.erase_node(user)

@@ -62,8 +62,9 @@ class GraphBuilder:
 
     def initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """A weight or constant, by name."""
-        made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-        made.meta["dims"] = tuple(Dim(int(size)) for size in tensor.shape.numpy())
+        sizes = tensor.shape.numpy()
+        made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(sizes), const_value=tensor)
+        made.meta["dims"] = tuple(Dim(int(size)) for size in sizes)
         assert name not in self.initializers, f"two initializers are called {name}"
         self.initializers[name] = made
         return made

@@ -186,7 +186,9 @@ def _sizes(graph: ir.Graph, numbers: list[int]) -> ir.Value:
     if name not in graph.initializers:
         tensor = ir.tensor(np.array(sizes, np.int64), name=name)
         graph.register_initializer(
-            ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+            ir.Value(
+                name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+            )
         )
     return graph.initializers[name]
 

@@ -52,8 +52,8 @@ def _unsqueeze(e: Emitter, node: fx.Node, x: ir.Value) -> ir.Value:
 
 def _squeeze(e: Emitter, node: fx.Node, x: ir.Value) -> ir.Value:
     rank = len(dims_of(x))
-    axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", list(range(rank)))
-    wanted = {axis % rank for axis in ([axes] if isinstance(axes, int) else axes)}  # type: ignore[operator, union-attr]
+    axes: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", list(range(rank)))
+    wanted = {axis % rank for axis in ([axes] if isinstance(axes, int) else axes)}
     return e.build.squeeze(x, *(axis for axis in sorted(wanted) if dims_of(x)[axis] == ONE))
 
 

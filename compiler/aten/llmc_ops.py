@@ -27,10 +27,7 @@ def _same_op(op: Op) -> Converter:
                 inputs.append(e.stored(argument))
             else:
                 inputs.append(e.operand(argument))
-        attributes = {
-            name: int(node.kwargs[name]) if kind is bool else kind(node.kwargs[name])  # type: ignore[call-overload]
-            for name, kind in op.attributes.items()
-        }
+        attributes = {name: (int if kind is bool else kind)(node.kwargs[name]) for name, kind in op.attributes.items()}
         single = isinstance(node.meta["val"], Tensor)
         count = 1 if single else len(node.meta["val"])
         outputs = [(e.dtype(node, None if single else i), e.dims(node, None if single else i)) for i in range(count)]

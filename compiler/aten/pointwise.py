@@ -219,7 +219,8 @@ def compared(e: Emitter, node: fx.Node) -> tuple[ir.Value, ir.Value]:
 
     a, b = arguments(node, ("self", "other"))
     examples = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
-    common = DTYPES[torch.result_type(*(x if isinstance(x, Tensor | int | float | bool) else 1 for x in examples))]
+    first, second = (x if isinstance(x, Tensor | int | float | bool) else 1 for x in examples)
+    common = DTYPES[torch.result_type(first, second)]
     return e.operand(a, common), e.operand(b, common)
 
 

@@ -54,12 +54,14 @@ def _matmul(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _matmul_converter(e: Emitter, node: fx.Node) -> ir.Value:
-    return _product(e, *node.args[:2])
+    a, b = node.args[:2]
+    return _product(e, a, b)
 
 
 def _addmm(e: Emitter, node: fx.Node) -> ir.Value:
     """A product times alpha, plus a bias times beta. The Conv1D of GPT-2 is one of these, with a weight [in, out]."""
-    added, a, b, beta, alpha = (*node.args[:3], *arguments(node, ("beta", "alpha")))
+    added, a, b = node.args[:3]
+    beta, alpha = arguments(node, ("beta", "alpha"))
     bias = e.operand(added, FLOAT)
     if alpha == 1 and beta == 1 and len(dims_of(bias)) == 1:
         return _product(e, a, b, bias)

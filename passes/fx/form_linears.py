@@ -73,7 +73,7 @@ def _swaps(node: fx.Node) -> bool:
     """Whether both axes change places, which no more than one of the ways to write it leaves open."""
     rest = node.args[1:]
     if op_name(node) == "aten.transpose":
-        return {int(a) % 2 for a in rest} == {0, 1}  # type: ignore[call-overload, arg-type]
+        return {int(a) % 2 for a in rest} == {0, 1}  # type: ignore[arg-type]
     if op_name(node) == "aten.permute":
         return [int(a) % 2 for a in arguments(node, ("dims",))[0]] == [1, 0]
     return True

@@ -37,8 +37,10 @@ class MergeLinears(FxPass):
             names = [str(p.target) for p in parameters if isinstance(p, fx.Node)]
             parent = names[0].rsplit(".", 2)[0]
             groups[node.args[0], parent, len(names), *map(dtypes.get, names)].append(node)
-        merged = [_merge(module.graph, group) for group in groups.values() if len(group) > 1]
-        return bool(merged)
+        siblings = [group for group in groups.values() if len(group) > 1]
+        for group in siblings:
+            _merge(module.graph, group)
+        return bool(siblings)
 
 
 def _merge(graph: fx.Graph, linears: list[fx.Node]) -> None:

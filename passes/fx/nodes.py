@@ -87,8 +87,9 @@ def get_attr(module: fx.GraphModule, name: str, anchor: fx.Node) -> fx.Node:
 
     ``anchor`` is any node with a fake tensor: its fake mode is used.
     """
-    for node in module.graph.find_nodes(op="get_attr", target=name):
-        return node
+    known_nodes: list[fx.Node] = list(module.graph.find_nodes(op="get_attr", target=name))
+    if known_nodes:
+        return known_nodes[0]
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
         node = module.graph.get_attr(name)
@@ -102,16 +103,16 @@ def get_attr(module: fx.GraphModule, name: str, anchor: fx.Node) -> fx.Node:
 def position_rows(module: fx.GraphModule) -> fx.Node:
     """position_ids without its batch axis: one node right after inputs and weights, so that any call may use it."""
     graph = module.graph
-    position_ids = next(node for node in graph.find_nodes(op="placeholder") if node.name == "position_ids")
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    position_ids: fx.Node = next(n for n in graph.find_nodes(op="placeholder") if n.name == "position_ids")
+    first: fx.Node = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for user in position_ids.users:
         if user.target is torch.ops.aten.select.int and user.args[1:] == (0, 0):
             if user is not first:
                 first.prepend(user)
             return user
     with graph.inserting_before(first):
-        node: fx.Node = call(graph, torch.ops.aten.select.int, (position_ids, 0, 0), position_ids)
-    return node
+        made: fx.Node = call(graph, torch.ops.aten.select.int, (position_ids, 0, 0), position_ids)
+    return made
 
 
 def _known_value(node: fx.Node) -> Any:
