@@ -92,12 +92,15 @@ def bench(
     loads = [os.getloadavg()[0]]
     run(llm, [(prompt(LOAD_PROMPT, llm.vocab_size), 2)])  # first touch of weights and memory
     limits: dict[str, list[float]] = {}
+    peak = 0
     values: dict[str, list[float]] = {name: [] for name in fitting}
     for number in range(rounds):
         for name in fitting:
             if sys.stderr.isatty():
                 click.echo(f"\rround {number + 1} of {rounds}: {name:<12}", nl=False, err=True)
             values[name].append(load_time(engine, llm.threads) if name == "load" else measure(llm, name))
+        if number == 0:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # without the memory of the next line
         for name, value in measure_ceilings(llm.threads).items() if ceilings else ():
             limits.setdefault(name, []).append(value)
     if sys.stderr.isatty():
@@ -110,7 +113,7 @@ def bench(
         "threads": llm.threads,
         "rounds": rounds,
         "load_average": loads,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak,
         "weight_bytes": llm.engine.weight_bytes if llm.engine else 0,
         "figures": {name: Figure(name, unit(name), v).to_json() for name, v in values.items()},
         "skipped": skipped,

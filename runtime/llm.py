@@ -7,7 +7,7 @@ from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from llmc.errors import RequestError, ResourceError, UsageError
+from llmc.errors import EngineError, RequestError, ResourceError, UsageError
 from llmc.runtime import resources
 from llmc.runtime.batch import Executor
 from llmc.runtime.output import Delta, RequestOutput, request_output
@@ -107,6 +107,8 @@ class LLM:
             raise UsageError(f"threads: {threads} is less than 1")
         executor = cpu.CpuExecutor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
         default = engine.generation_config.get("max_new_tokens")
+        if default is not None and (type(default) is not int or default < 1):
+            raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default)
         if cpu.POISON:
             self.scheduler.kv_cache.on_free = executor.poison_blocks
@@ -138,7 +140,8 @@ class LLM:
         default_max_tokens: int | None,
     ) -> None:
         self.executor, self.tokenizer, self.vocab_size = executor, tokenizer, vocab_size
-        self.eos_token_ids, self._default_max_tokens = frozenset(eos_token_ids), default_max_tokens
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # others can't come
+        self._default_max_tokens = default_max_tokens
         sampler = Sampler(None if tokenizer is None else tokenizer.vocabulary.tokens_containing)
         self.scheduler = Scheduler(executor, sampler, config)
         self._requests: dict[int, Request] = {}
