@@ -88,9 +88,9 @@ def emitted(model: ir.Model) -> None:
     for node in graph:
         where = _where(node)
         _check_op(node, where)
-        for value in node.inputs:
-            if value is not None and known.get(str(value.name)) is not value:
-                raise CompileError(f"{where}: reads {value.name!r} before anything computes it")
+        for read in node.inputs:
+            if read is not None and known.get(str(read.name)) is not read:
+                raise CompileError(f"{where}: reads {read.name!r} before anything computes it")
         for value in node.outputs:
             _check_value(value, known, where)
     _check_logits(graph)

@@ -69,11 +69,19 @@ def _redirect(made: LoweredStep, source: View, target: View) -> LoweredStep | No
 
 def _mapped(written: View, source: View, target: View) -> View | None:
     """Where the elements of ``written`` lie in ``target``, which holds those of ``source`` in its order."""
-    if not written.is_contiguous or written.offset != source.offset:
+    outer, order = _memory_order(written), _memory_order(source)
+    if outer is None or order is None or written.offset != source.offset:
         return None
-    axes = [axis for axis in range(source.rank) if source.shape[axis] != ONE]
-    order = sorted(axes, key=lambda axis: -probe(source.strides[axis]))
-    plain = source.transpose(order)
-    if plain.strides != contiguous(plain.shape):
+    found = target.transpose(order).reshape([written.shape[axis] for axis in outer])
+    if found is None:
         return None
-    return target.transpose(order).reshape(written.shape)
+    back = found.transpose([outer.index(axis) for axis in sorted(outer)])
+    return back.unsqueeze([axis for axis in range(written.rank) if axis not in outer])
+
+
+def _memory_order(view: View) -> list[int] | None:
+    """The axes (but those of size 1) from the outermost in memory to the innermost; None if there are gaps."""
+    axes = [axis for axis in range(view.rank) if view.shape[axis] != ONE]
+    order = sorted(axes, key=lambda axis: -probe(view.strides[axis]))
+    packed = view.transpose(order)
+    return order if packed.strides == contiguous(packed.shape) else None

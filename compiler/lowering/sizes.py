@@ -9,11 +9,16 @@ import onnx_ir as ir
 
 from llmc.compiler.lowering.nodes import attribute
 from llmc.compiler.lowering.values import Shape, View
+from llmc.errors import CompileError
 from llmc.runtime.plan import Dim
 
 
 class Known(Protocol):
     """What has been lowered so far."""
+
+    def is_constant(self, value: ir.Value | None) -> bool:
+        """Whether a value depends on weights only."""
+        ...
 
     def raw(self, value: ir.Value | None) -> View:
         """What a value became."""
@@ -37,6 +42,8 @@ def compute_sizes(node: ir.Node, known: Known) -> Shape | None:
     decisive = node.inputs if node.op_type in _OF_ALL else node.inputs[:1]
     if rule is None or all(known.known_sizes(value) is None for value in decisive):
         return None
+    if any(known.known_sizes(value) is None and not known.is_constant(value) for value in node.inputs):
+        raise CompileError("a number of tokens is used as data, which is not supported")
     return rule(node, known)
 
 
