@@ -317,8 +317,7 @@ class Elementwise : public Kernel {
     const Tensor* views[kInputs + 1] = {&y, &y, &y, &y};
     for (const Tensor& x : context.in) {
       if (!x) continue;
-      require(inputs < kInputs && &x == &context.in[static_cast<std::size_t>(inputs)],
-              "inputs are missing");
+      require(inputs < kInputs && &x == &context.in[static_cast<std::size_t>(inputs)], "inputs are missing");
       require(x.ndim == y.ndim, "every input needs y's shape (stride 0 broadcasts)");
       require_same_shape(x, y, y.ndim, "every input needs y's shape (stride 0 broadcasts)");
       views[++inputs] = &x;

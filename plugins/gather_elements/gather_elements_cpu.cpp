@@ -38,8 +38,7 @@ class GatherElements : public Kernel {
       const T* from = at<const T>(data, row.offset[0]);
       T* to = at<T>(y, row.offset[2]);
       for (std::int64_t i = 0; i < y.shape[last]; ++i) {
-        const std::int64_t id =
-            index.at(row.offset[1] + i * ids.stride[last], size, "an id is out of range");
+        const std::int64_t id = index.at(row.offset[1] + i * ids.stride[last], size, "an id is out of range");
         to[i * y.stride[last]] = from[id * data.stride[last]];
       }
     });

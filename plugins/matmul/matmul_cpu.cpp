@@ -43,8 +43,7 @@ class Matmul : public Kernel {
     require_same_shape(a, y, leading, "a and y differ in a leading axis");
     require_same_shape(b, y, leading, "b and y differ in a leading axis");
     const std::int64_t m = y.shape[leading], n = y.shape[leading + 1], k = a.shape[leading + 1];
-    require(a.shape[leading] == m && b.shape[leading] == k && b.shape[leading + 1] == n,
-            "the shapes do not fit");
+    require(a.shape[leading] == m && b.shape[leading] == k && b.shape[leading + 1] == n, "the shapes do not fit");
     if (y.numel() == 0) return;
 
     const bool packs = b.stride[leading + 1] != 1;
