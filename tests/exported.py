@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -56,5 +57,5 @@ def program_of(module: nn.Module) -> Program:
         fx_pass(graph)
     parameters = dict(graph.named_parameters(remove_duplicate=False))
     targets = {str(node.target) for node in graph.graph.find_nodes(op="get_attr")}
-    buffers = {target: graph.get_buffer(target) for target in targets - set(parameters)}
+    buffers = {target: operator.attrgetter(target)(graph) for target in targets - set(parameters)}
     return Program(graph, {name: name for name in parameters if name in targets}, buffers)

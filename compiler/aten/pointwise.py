@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons, activations and conversions."""
+"""Arithmetic, activations and conversions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from llmc.compiler.graph_builder import BOOL, FLOAT, INT64
-from llmc.passes.fx.nodes import arguments, op_name
+from llmc.compiler.aten.logic import as_bool
+from llmc.compiler.aten.operands import INTEGERS, floor_division, pair
+from llmc.compiler.graph_builder import BOOL, FLOAT
+from llmc.passes.fx.nodes import arguments
 
 if TYPE_CHECKING:
     from llmc.compiler.graph import Converter, Emitter
-
-INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 def _unary(op: str) -> Converter:
@@ -63,31 +62,6 @@ def _square(e: Emitter, node: fx.Node) -> ir.Value:
     return e.build.binary("Mul", x, x)
 
 
-def _not(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.unary("Not", as_bool(e, e.operand(node.args[0])))
-
-
-def _bitwise_not(e: Emitter, node: fx.Node) -> ir.Value:
-    x = e.operand(node.args[0])
-    if x.dtype == BOOL:
-        return e.build.unary("Not", x)
-    return e.build.binary("Sub", e.build.unary("Neg", x), e.operand(1, x.dtype))
-
-
-def _is_inf(e: Emitter, node: fx.Node) -> ir.Value:
-    x = e.build.unary("Abs", e.operand(node.args[0], FLOAT))
-    return e.build.binary("Equal", x, e.operand(math.inf, FLOAT), BOOL)
-
-
-def _is_finite(e: Emitter, node: fx.Node) -> ir.Value:
-    x = e.build.unary("Abs", e.operand(node.args[0], FLOAT))
-    return e.build.binary("Less", x, e.operand(math.inf, FLOAT), BOOL)
-
-
-def _is_nan(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.unary("IsNaN", e.operand(node.args[0], FLOAT), BOOL)
-
-
 def _round(e: Emitter, node: fx.Node) -> ir.Value:
     decimals = arguments(node, ("decimals",))[0] if str(node.target) == "aten.round.decimals" else 0
     x = e.operand(node.args[0])
@@ -127,15 +101,9 @@ def _softplus(e: Emitter, node: fx.Node) -> ir.Value:
     return e.build.binary("Div", e.build.unary("Softplus", e.build.binary("Mul", value, factor)), factor)
 
 
-def _pair(e: Emitter, node: fx.Node, names: tuple[str, str] = ("self", "other")) -> tuple[ir.Value, ir.Value]:
-    """Both operands in the dtype of the result."""
-    a, b = arguments(node, names)
-    return e.operand(a, e.dtype(node)), e.operand(b, e.dtype(node))
-
-
 def _binary(op: str) -> Converter:
     def convert(e: Emitter, node: fx.Node) -> ir.Value:
-        return e.build.binary(op, *_pair(e, node))
+        return e.build.binary(op, *pair(e, node))
 
     return convert
 
@@ -144,7 +112,7 @@ def _addition(op: str, swap: bool = False) -> Converter:
     """A sum or difference, where torch scales the second operand by alpha."""
 
     def convert(e: Emitter, node: fx.Node) -> ir.Value:
-        a, b = _pair(e, node)
+        a, b = pair(e, node)
         if e.dtype(node) == BOOL:
             return e.build.binary("Or", a, b)
         (alpha,) = arguments(node, ("alpha",))
@@ -157,7 +125,7 @@ def _addition(op: str, swap: bool = False) -> Converter:
 
 def _rsub(e: Emitter, node: fx.Node) -> ir.Value:
     """The second operand less alpha times the first."""
-    a, b = _pair(e, node)
+    a, b = pair(e, node)
     (alpha,) = arguments(node, ("alpha",))
     if alpha != 1:
         a = e.build.binary("Mul", a, e.operand(alpha, e.dtype(node)))
@@ -165,12 +133,12 @@ def _rsub(e: Emitter, node: fx.Node) -> ir.Value:
 
 
 def _mul(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.binary("And" if e.dtype(node) == BOOL else "Mul", *_pair(e, node))
+    return e.build.binary("And" if e.dtype(node) == BOOL else "Mul", *pair(e, node))
 
 
 def _div(e: Emitter, node: fx.Node) -> ir.Value:
     mode = node.kwargs.get("rounding_mode")
-    a, b = _pair(e, node)
+    a, b = pair(e, node)
     if mode is None:
         return e.build.binary("Div", a, b)
     if e.dtype(node) in INTEGERS:
@@ -180,23 +148,18 @@ def _div(e: Emitter, node: fx.Node) -> ir.Value:
 
 
 def _floor_divide(e: Emitter, node: fx.Node) -> ir.Value:
-    a, b = _pair(e, node)
+    a, b = pair(e, node)
     if e.dtype(node) in INTEGERS:
         return floor_division(e, a, b)
     return e.build.unary("Floor", e.build.binary("Div", a, b))
 
 
-def floor_division(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Of integers, toward minus infinity, as // of Python."""
-    return e.build.binary("Div", e.build.binary("Sub", a, e.build.function("mod", a, b)), b)
-
-
 def _remainder(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.function("mod", *_pair(e, node))
+    return e.build.function("mod", *pair(e, node))
 
 
 def _fmod(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.function("fmod", *_pair(e, node))
+    return e.build.function("fmod", *pair(e, node))
 
 
 def _pow(e: Emitter, node: fx.Node) -> ir.Value:
@@ -213,77 +176,6 @@ def _pow(e: Emitter, node: fx.Node) -> ir.Value:
     return e.build.binary("Pow", e.operand(base, dtype), e.operand(exponent, dtype))
 
 
-def compared(e: Emitter, node: fx.Node) -> tuple[ir.Value, ir.Value]:
-    """Both operands of a comparison, in the dtype in which torch compares them."""
-    from llmc.compiler.graph import DTYPES
-
-    a, b = arguments(node, ("self", "other"))
-    examples = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
-    first, second = (x if isinstance(x, Tensor | int | float | bool) else 1 for x in examples)
-    common = DTYPES[torch.result_type(first, second)]
-    return e.operand(a, common), e.operand(b, common)
-
-
-def _comparison(op: str) -> Converter:
-    def convert(e: Emitter, node: fx.Node) -> ir.Value:
-        a, b = compared(e, node)
-        if op == "not_equal":
-            return e.build.function(op, a, b, dtype=BOOL)
-        if a.dtype == BOOL and op != "Equal":
-            a, b = e.build.cast(a, INT64), e.build.cast(b, INT64)
-        return e.build.binary(op, a, b, BOOL)
-
-    return convert
-
-
-def as_bool(e: Emitter, x: ir.Value) -> ir.Value:
-    """Whether it is not zero."""
-    if x.dtype == BOOL:
-        return x
-    return e.build.function("not_equal", x, e.operand(0, x.dtype), dtype=BOOL)
-
-
-def _logical(op: str) -> Converter:
-    def convert(e: Emitter, node: fx.Node) -> ir.Value:
-        a, b = (as_bool(e, e.operand(x)) for x in arguments(node, ("self", "other")))
-        return e.build.binary(op, a, b)
-
-    return convert
-
-
-def _bitwise(op: str) -> Converter:
-    def convert(e: Emitter, node: fx.Node) -> ir.Value:
-        if e.dtype(node) != BOOL:
-            raise e.unsupported(node, "combines the bits of integers")
-        return e.build.binary(op, *_pair(e, node))
-
-    return convert
-
-
-def _shift(e: Emitter, node: fx.Node) -> ir.Value:
-    a, b = arguments(node, ("self", "other"))
-    if not isinstance(b, int):
-        raise e.unsupported(node, "shifts by a number that is not constant")
-    x, factor = e.operand(a), e.operand(1 << b, e.dtype(node))
-    if op_name(node) in ("aten.bitwise_left_shift", "aten.__lshift__"):
-        return e.build.binary("Mul", x, factor)
-    return floor_division(e, x, factor)
-
-
-def _where(e: Emitter, node: fx.Node) -> ir.Value:
-    if len(node.args) < 3:
-        raise e.unsupported(node, "gives indices whose number depends on the data")
-    condition, a, b = node.args[:3]
-    dtype = e.dtype(node)
-    return e.build.where(as_bool(e, e.operand(condition)), e.operand(a, dtype), e.operand(b, dtype))
-
-
-def _masked_fill(e: Emitter, node: fx.Node) -> ir.Value:
-    x, mask, value = arguments(node, ("self", "mask", "value"))
-    dtype = e.dtype(node)
-    return e.build.where(as_bool(e, e.operand(mask)), e.operand(value, dtype), e.operand(x, dtype))
-
-
 def _clamp(e: Emitter, node: fx.Node) -> ir.Value:
     x, *bounds = arguments(node, ("self", "min", "max"))
     result = e.operand(x, e.dtype(node))
@@ -294,11 +186,11 @@ def _clamp(e: Emitter, node: fx.Node) -> ir.Value:
 
 
 def _clamp_min(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.binary("Max", *_pair(e, node, ("self", "min")))
+    return e.build.binary("Max", *pair(e, node, ("self", "min")))
 
 
 def _clamp_max(e: Emitter, node: fx.Node) -> ir.Value:
-    return e.build.binary("Min", *_pair(e, node, ("self", "max")))
+    return e.build.binary("Min", *pair(e, node, ("self", "max")))
 
 
 def _cast(e: Emitter, node: fx.Node) -> ir.Value:
@@ -339,7 +231,7 @@ def _atanh(e: Emitter, x: ir.Value) -> ir.Value:
 
 
 def _hypot(e: Emitter, node: fx.Node) -> ir.Value:
-    a, b = (e.build.binary("Mul", x, x) for x in _pair(e, node))
+    a, b = (e.build.binary("Mul", x, x) for x in pair(e, node))
     return e.build.unary("Sqrt", e.build.binary("Add", a, b))
 
 
@@ -407,11 +299,6 @@ CONVERTERS: dict[str, Converter] = {
     "aten.logit": _logit,
     "aten.gelu": _gelu,
     "aten.softplus": _softplus,
-    "aten.logical_not": _not,
-    "aten.bitwise_not": _bitwise_not,
-    "aten.isinf": _is_inf,
-    "aten.isfinite": _is_finite,
-    "aten.isnan": _is_nan,
     "aten.add": _addition("Add"),
     "aten.sub": _addition("Sub"),
     "aten.subtract": _addition("Sub"),
@@ -429,28 +316,6 @@ CONVERTERS: dict[str, Converter] = {
     "aten.remainder": _remainder,
     "aten.fmod": _fmod,
     "aten.pow": _pow,
-    **{
-        f"aten.{name}": _comparison(op)
-        for op, names in {
-            "Equal": ("eq", "equal"),
-            "not_equal": ("ne", "not_equal"),
-            "Less": ("lt", "less"),
-            "LessOrEqual": ("le", "less_equal"),
-            "Greater": ("gt", "greater"),
-            "GreaterOrEqual": ("ge", "greater_equal"),
-        }.items()
-        for name in names
-        if name != "equal"  # of whole tensors: gives a Python bool
-    },
-    **{f"aten.logical_{name}": _logical(op) for name, op in (("and", "And"), ("or", "Or"), ("xor", "Xor"))},
-    **{f"aten.bitwise_{name}": _bitwise(op) for name, op in (("and", "And"), ("or", "Or"), ("xor", "Xor"))},
-    **{f"aten.__{name}__": _bitwise(op) for name, op in (("and", "And"), ("or", "Or"), ("xor", "Xor"))},
-    "aten.bitwise_left_shift": _shift,
-    "aten.bitwise_right_shift": _shift,
-    "aten.__lshift__": _shift,
-    "aten.__rshift__": _shift,
-    "aten.where": _where,
-    "aten.masked_fill": _masked_fill,
     "aten.clamp": _clamp,
     "aten.clip": _clamp,
     "aten.hardtanh": lambda e, node: _hardtanh(e, node),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 from torch import fx
 
-from llmc.compiler.aten.pointwise import as_bool
+from llmc.compiler.aten.logic import as_bool
 from llmc.compiler.graph_builder import BOOL, FLOAT, INT64, ONE, dims_of
 from llmc.passes.fx.nodes import arguments
 
