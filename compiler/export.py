@@ -17,7 +17,7 @@ EXAMPLE_TOKENS = 37
 
 
 def export(model: nn.Module, max_seq_len: int) -> fx.GraphModule:
-    """The model as an FX graph of aten and llmc ops; its only symbolic sizes are T (tokens) and N (logit rows).
+    """The model as an FX graph of aten and llmc ops; its symbolic sizes are T (tokens) and N (logit rows).
 
     Targets of get_attr nodes are names of the model; a tensor with two names (tied weights) has one target.
 

@@ -1,8 +1,8 @@
 """Traces a Hugging Face model into an FX graph over packed tokens, on the meta device: no weights are read.
 
 The graph's inputs are ``input_ids`` [1, T], ``position_ids`` [1, T] and ``logit_rows`` [N]; its output is the logits
-[1, N, V]. T packs the rows of all sequences of a step. Attention is an opaque ``llmc::`` op, the only one that knows about
-sequences: nothing else may mix rows.
+[1, N, V]. T packs the rows of all sequences of a step. Attention is an opaque ``llmc::`` op, the only one that knows
+about sequences: nothing else may mix rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,16 @@
 // Where a sequence's keys and values stand in the paged cache (the layout is described at KvSlot in kernel.h).
 #pragma once
-#include "tile.h"
+#include <type_traits>
+
+#include "weights.h"
 
 namespace llmc::LLMC_ISA {
+
+// Elements of one key block: [key_dim][16], or pairs of dims as [ceil(key_dim / 2)][16][2].
+template <class T>
+constexpr std::int64_t key_block_size(std::int64_t dims) {
+  return (std::is_same_v<T, bf16> ? (dims + 1) / 2 * 2 : dims) * kLanes;
+}
 
 // One sequence of the step: `rows` new tokens behind `past` cached ones.
 struct Sequence {

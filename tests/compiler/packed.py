@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 
+from llmc.compiler import trace as tracer
+from llmc.compiler.families.base import Fix, all_fixes
 from llmc.compiler.trace import TracedProgram, bind, build_model, trace
+from llmc.errors import CompileError
 from llmc.plugins.paged_attention.step import Cache, Step
 
 MIXED = (
@@ -88,3 +92,16 @@ def differences(config: Any, attention: str = "eager", max_len: int = 256) -> tu
     alone = float((one_sequence(module, ids["a"]) - expected["a"]).abs().max())
     together = packed(module, ids)
     return alone, max(float((together[name] - expected[name]).abs().max()) for name in ids)
+
+
+def check_fix(fix: Fix) -> None:
+    """A family's small model equals transformers with its fix, and can't be traced or is wrong without."""
+    config = fix.tiny()
+    assert max(differences(config, fix.reference)) < 1e-4
+    others = {name: found for name, found in all_fixes().items() if found is not fix}
+    with mock.patch.object(tracer, "all_fixes", lambda: others):
+        try:
+            wrong = max(differences(config, fix.reference)) > 1e-4
+        except CompileError:
+            wrong = True
+    assert wrong, "the fix is not needed"

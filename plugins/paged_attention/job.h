@@ -1,0 +1,81 @@
+// What an attention step consists of: jobs, each some rows of one sequence that read the same kv head.
+#pragma once
+#include <atomic>
+
+#include "cache_view.h"
+
+namespace llmc::LLMC_ISA {
+
+// Masks and logits of a step, the same for every job.
+struct Step {
+  const Context& context;
+  const KvSlot& slot;
+  Logit logit;
+  std::int64_t window, chunk;
+  std::int64_t heads, group, key_dim, value_dim,
+      width;  // group: heads that share a kv head; width: value_dim in whole vectors
+};
+
+// The tiles of a set of rows, computed by several jobs. The last one to finish adds up the parts.
+struct Split {
+  std::atomic<std::int32_t> jobs_left;
+  std::int64_t first_tile, tiles;
+  Seen* seen;  // [tiles]
+};
+
+// Tokens first_token .. + tokens of a sequence, all heads of one kv head, tiles first_tile .. last_tile - 1.
+struct Job {
+  std::int32_t sequence, kv_head, first_token, tokens, first_tile, last_tile;
+  bool branch;   // one token of a tree that is no chain
+  Split* split;  // of jobs that share their rows with others
+};
+
+// Positions begin .. end - 1 of a tile.
+struct TilePart {
+  int begin = kTile, end = 0;
+
+  int blocks_end() const { return (end + kLanes - 1) / kLanes; }
+  void join(const TilePart& other) {
+    if (other.begin >= other.end) return;
+    begin = std::min(begin, other.begin);
+    end = std::max(end, other.end);
+  }
+};
+
+// What new row r of a sequence sees: positions begin .. end - 1, itself being end - 1.
+struct Range {
+  std::int64_t begin, end;
+};
+
+LLMC_INLINE const std::uint64_t* tree_bits(const Batch& batch, const Sequence& sequence, std::int64_t r) {
+  return batch.tree_mask + (sequence.first_row + r) * batch.tree_words;
+}
+
+LLMC_INLINE Range visible(const Step& step, const Sequence& sequence, std::int64_t r) {
+  const Batch& batch = step.context.batch;
+  std::int64_t position = sequence.past + r;
+  if (batch.tree_mask != nullptr) {
+    position = sequence.past - 1;
+    const std::uint64_t* bits = tree_bits(batch, sequence, r);
+    for (std::int64_t w = 0; w < batch.tree_words; ++w) position += __builtin_popcountll(bits[w]);
+  }
+  std::int64_t begin = 0;
+  if (step.window > 0) begin = std::max(begin, position - step.window + 1);
+  if (step.chunk > 0) begin = std::max(begin, position / step.chunk * step.chunk);
+  return {begin, position + 1};
+}
+
+// Whether the tree of a sequence is a plain chain: the rows then stand where they will stay.
+inline bool is_chain(const Batch& batch, const Sequence& sequence) {
+  if (batch.tree_mask == nullptr) return true;
+  for (std::int64_t r = 0; r < sequence.rows; ++r) {
+    const std::uint64_t* bits = tree_bits(batch, sequence, r);
+    for (std::int64_t w = 0; w < batch.tree_words; ++w) {
+      const std::int64_t ones = std::clamp<std::int64_t>(r + 1 - w * 64, 0, 64);
+      if (bits[w] != (ones == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << ones) - 1)) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace llmc::LLMC_ISA

@@ -1,0 +1,222 @@
+// One thread's share of an attention step, apart from the arithmetic of a tile.
+#pragma once
+#include "job.h"
+
+namespace llmc::LLMC_ISA {
+
+// Elements of T behind a tree's branch: pages for so many rows and the page in which they start.
+inline std::int64_t branch_pages(std::int64_t rows) { return rows / kLanes + 2; }
+
+// The largest of any job. branch_rows is 0 where there are no trees.
+struct JobSizes {
+  std::int64_t rows, tokens, branch_rows;
+};
+
+// The rows of the current job: what they see, where that is, and what they have seen. Derived classes compute tiles.
+template <class T>
+class JobRows {
+ public:
+  // Bytes of memory that were laid out.
+  std::size_t bytes() const { return used_; }
+
+ protected:
+  // Lays its arrays out in `memory`, or only counts them if that is null.
+  JobRows(const Step& step, const JobSizes& sizes, std::byte* memory)
+      : step_(step),
+        cache_(step.context.kv, step.slot),
+        memory_(memory),
+        tile_(take_seen(sizes.rows)),
+        seen_(take_seen(sizes.rows)),
+        ranges_(take<Range>(sizes.tokens)),
+        parts_(take<TilePart>(sizes.tokens)),
+        branch_keys_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * cache_.key_page) : nullptr),
+        branch_values_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * kLanes * step.value_dim)
+                                         : nullptr) {}
+
+  template <class U>
+  U* take(std::int64_t count) {
+    std::byte* array = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += (static_cast<std::size_t>(count) * sizeof(U) + 63) / 64 * 64;
+    return reinterpret_cast<U*>(array);
+  }
+
+  static std::int64_t padded(std::int64_t rows) { return (rows + kLanes - 1) / kLanes * kLanes; }
+
+  Seen take_seen(std::int64_t rows) {
+    float *largest = take<float>(padded(rows)), *sum = take<float>(padded(rows));
+    return {largest, sum, take<float>(padded(rows) * step_.width)};
+  }
+
+  void start(const Job& job) {
+    sequence_ = sequence_of(step_.context.batch, job.sequence);
+    kv_head_ = job.kv_head;
+    tokens_ = job.tokens;
+    rows_ = job.tokens * step_.group;
+    for (std::int64_t t = 0; t < tokens_; ++t) ranges_[t] = visible(step_, sequence_, job.first_token + t);
+    clear(seen_);
+    std::fill_n(seen_.values, rows_ * step_.width, 0.0f);
+    last_page_ = (ranges_[tokens_ - 1].end - 1) / kLanes;
+    branch_page_ = std::numeric_limits<std::int64_t>::max();
+    if (job.branch) lay_out_branch(job.first_token);
+  }
+
+  // Calls attend(tile, seen) for the job's tiles and writes the rows, or what the last job of a split adds up.
+  template <class F>
+  void walk(const Job& job, F&& attend) {
+    for (std::int64_t tile = job.first_tile; tile < job.last_tile; ++tile) {
+      const Seen& seen = job.split != nullptr ? job.split->seen[tile - job.split->first_tile] : tile_;
+      tile_start_ = tile * kTile;
+      clear(seen);
+      const TilePart any = find_parts();
+      if (any.begin < any.end) attend(tile, any, seen);
+      if (job.split == nullptr) add_tile(seen_, seen, rows_, step_.width);
+    }
+    if (job.split != nullptr) {
+      if (job.split->jobs_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      for (std::int64_t t = 0; t < job.split->tiles; ++t) add_tile(seen_, job.split->seen[t], rows_, step_.width);
+    }
+    finish(job);
+  }
+
+  // The query of a row of the job.
+  template <class F>
+  void for_each_query(const Job& job, F&& f) const {
+    const Tensor& q = step_.context.in[0];
+    std::int64_t row = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      const std::int64_t token = sequence_.first_row + job.first_token + t;
+      for (std::int64_t g = 0; g < step_.group; ++g, ++row) {
+        f(row, q.as<const float>() + token * q.stride[0] + (kv_head_ * step_.group + g) * q.stride[1], q.stride[2]);
+      }
+    }
+  }
+
+  // Scores [rows][kTile] to weights.
+  template <class W>
+  void soften_rows(float* scores, W* weights, const Seen& seen) const {
+    const std::int64_t group = step_.group;
+    for (std::int64_t row = 0; row < rows_;) {
+      const std::int64_t t = row / group;
+      const TilePart part = parts_[t];
+      // Rows of one token see the same; so do tokens that see the whole tile.
+      std::int64_t same = (t + 1) * group - row;
+      if (part.begin == 0 && part.end == kTile) {
+        for (std::int64_t u = t + 1; u < tokens_ && same < 4 && parts_[u].begin == 0 && parts_[u].end == kTile; ++u)
+          same += group;
+      }
+      const Logit logit = logit_of(row % group);
+      const std::int64_t count = !logit.plain() ? 1 : same >= 4 ? 4 : same >= 2 ? 2 : 1;
+      if (part.begin < part.end) {
+        const float distance = static_cast<float>(tile_start_ - (ranges_[t].end - 1));
+        const auto run = count == 4 ? soften<4, W> : count == 2 ? soften<2, W> : soften<1, W>;
+        run(scores + row * kTile, weights + row * kTile, part.begin, part.end, logit, distance, seen.largest + row,
+            seen.sum + row);
+      }
+      row += count;
+    }
+  }
+
+  // Keys and values of 16 positions.
+  void find_page(std::int64_t page, const T*& keys, const T*& values) const {
+    if (page >= branch_page_) {
+      keys = branch_keys_ + (page - branch_page_) * cache_.key_page;
+      values = branch_values_ + (page - branch_page_) * kLanes * step_.value_dim;
+    } else {
+      keys = cache_.key_page_of(sequence_, kv_head_, page);
+      values = cache_.value_page_of(sequence_, kv_head_, page);
+    }
+  }
+
+  int clamp_to_tile(std::int64_t position) const {
+    return static_cast<int>(std::clamp<std::int64_t>(position - tile_start_, 0, kTile));
+  }
+
+ private:
+  void clear(const Seen& seen) const {
+    std::fill_n(seen.largest, padded(rows_), kNothing);
+    std::fill_n(seen.sum, padded(rows_), 0.0f);
+  }
+
+  // What each token sees of the tile, and what any of them does.
+  TilePart find_parts() {
+    TilePart any;
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      parts_[t] = {clamp_to_tile(ranges_[t].begin), clamp_to_tile(ranges_[t].end)};
+      any.join(parts_[t]);
+    }
+    return any;
+  }
+
+  Logit logit_of(std::int64_t head_in_group) const {
+    Logit logit = step_.logit;
+    if (const Tensor& slopes = step_.context.in[4]; slopes) {
+      logit.slope = slopes.as<const float>()[(kv_head_ * step_.group + head_in_group) * slopes.stride[0]];
+    }
+    return logit;
+  }
+
+  // Copies the row's ancestors to the positions that they will have if the branch is accepted, so that the row sees the
+  // same tiles as without a tree.
+  void lay_out_branch(std::int64_t r) {
+    const std::int64_t past = sequence_.past;
+    branch_page_ = past / kLanes;
+    for (std::int64_t p = std::max(branch_page_ * kLanes, ranges_[0].begin); p < past; ++p) copy_to_branch(p, p);
+    const std::uint64_t* bits = tree_bits(step_.context.batch, sequence_, r);
+    std::int64_t position = past;
+    for (std::int64_t w = 0; w < step_.context.batch.tree_words; ++w) {
+      for (std::uint64_t word = bits[w]; word != 0; word &= word - 1) {
+        copy_to_branch(past + w * 64 + __builtin_ctzll(word), position++);
+      }
+    }
+  }
+
+  void copy_to_branch(std::int64_t from, std::int64_t to) {
+    const std::int64_t page = to / kLanes - branch_page_;
+    copy_key(cache_.key_page_of(sequence_, kv_head_, from / kLanes), static_cast<int>(from % kLanes), step_.key_dim,
+             branch_keys_ + page * cache_.key_page, static_cast<int>(to % kLanes));
+    const T* value = cache_.value_page_of(sequence_, kv_head_, from / kLanes) + from % kLanes * step_.value_dim;
+    std::copy_n(value, step_.value_dim, branch_values_ + (page * kLanes + to % kLanes) * step_.value_dim);
+  }
+
+  // Divides by the sums, sinks included.
+  void finish(const Job& job) {
+    const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t head = kv_head_ * step_.group + row % step_.group;
+      float sum = seen_.sum[row], factor = 1;
+      if (sinks) {
+        const float sink = sinks.as<const float>()[head * sinks.stride[0]] * kLog2e;
+        const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
+        alignas(64) float weight[16] = {seen_.largest[row] - largest, sink - largest};
+        store(weight, power_of_two(load(weight)));
+        sum = sum * weight[0] + weight[1];
+        factor = weight[0];
+      }
+      factor /= sum;
+      const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
+      float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
+      for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
+        const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
+        store(out + d, load(seen_.values + row * step_.width + d) * factor, lanes);
+      }
+    }
+  }
+
+ protected:
+  const Step& step_;
+  const CacheView<T> cache_;
+
+ private:
+  std::byte* memory_;
+  std::size_t used_ = 0;
+
+ protected:
+  Seen tile_, seen_;
+  Range* ranges_;    // of the job's tokens
+  TilePart* parts_;  // of the same in the current tile
+  T *branch_keys_, *branch_values_;
+  Sequence sequence_{};
+  std::int64_t kv_head_ = 0, tokens_ = 0, rows_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;
+};
+
+}  // namespace llmc::LLMC_ISA

@@ -1,0 +1,161 @@
+// Tiles computed with vector instructions, for every dtype of the cache.
+#pragma once
+#include "job_rows.h"
+#include "tile.h"
+
+namespace llmc::LLMC_ISA {
+
+// Rows that are computed together, and the positions that any, or all of them see.
+struct RowBlock {
+  std::int64_t row = 0;
+  int rows = 0;
+  TilePart any, all{0, kTile};
+};
+
+template <class T>
+class VectorRows : public JobRows<T> {
+  using Base = JobRows<T>;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_;
+
+ public:
+  // Rows above which a tile is converted to float32 once instead of at each use.
+  static constexpr std::int64_t kDirectRows = 2 * kRowBlock;
+  // Rows of a job: enough to pay for the reading of a tile, few enough to stay in the nearest caches.
+  static constexpr std::int64_t kMostRows = 96;
+
+  VectorRows(const Step& step, const JobSizes& sizes, std::byte* memory)
+      : Base(step, sizes, memory),
+        q_(this->template take<float>(sizes.rows * step.key_dim)),
+        scores_(this->template take<float>(sizes.rows * kTile)),
+        blocks_(this->template take<RowBlock>(sizes.rows / kRowBlock + 1)),
+        keys32_(kConverts ? this->template take<float>(kKeyBlocks * kLanes * step.key_dim) : nullptr),
+        values32_(kConverts ? this->template take<float>(kTile * step.width) : nullptr) {}
+
+  void run(const Job& job) {
+    this->start(job);
+    this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
+      for (std::int64_t d = 0; d < step_.key_dim; ++d) q_[row * step_.key_dim + d] = query[d * stride];
+    });
+    this->walk(job, [&](std::int64_t tile, const TilePart& any, const Seen& seen) { attend(tile, any, seen); });
+  }
+
+ private:
+  static constexpr bool kConverts = !std::is_same_v<T, float>;
+
+  void attend(std::int64_t tile, const TilePart& any, const Seen& seen) {
+    find_blocks();
+    std::fill_n(seen.values, rows_ * step_.width, 0.0f);
+    const T *keys[kTileBlocks], *pages[kTileBlocks], *next[kTileBlocks], *unused;
+    const int first = any.begin / kLanes, last = any.blocks_end();
+    for (int b = 0; b < kTileBlocks; ++b) {
+      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
+      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next[b], unused);
+    }
+    const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
+    if (!kConverts || rows_ <= kDirectRows) {
+      for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
+      this->soften_rows(scores_, scores_, seen);
+      weigh(pages, next, step_.value_dim, seen);
+      return;
+    }
+    const float *keys32[kTileBlocks], *values32[kTileBlocks];
+    for (int b = 0; b < kTileBlocks; ++b) {
+      keys32[b] = keys32_ + b % kKeyBlocks * kLanes * step_.key_dim;
+      values32[b] = values32_ + b * kLanes * step_.width;
+    }
+    for (int b = first / kKeyBlocks * kKeyBlocks; b < last; b += kKeyBlocks) {
+      const int begin = std::max(b, first), end = std::min(b + kKeyBlocks, last);
+      for (int i = begin; i < end; ++i) convert_keys(keys[i], pages[i], keys32_ + (i - b) * kLanes * step_.key_dim);
+      score(keys32, keys32, begin, end);
+    }
+    this->soften_rows(scores_, scores_, seen);
+    for (int b = first; b < last; ++b) convert_values(pages[b], next[b], values32_ + b * kLanes * step_.width);
+    weigh(values32, values32, step_.width, seen);
+  }
+
+  // The rows in blocks that are as even as possible: 8 rows are 4 and 4.
+  void find_blocks() {
+    block_count_ = (rows_ + kRowBlock - 1) / kRowBlock;
+    for (std::int64_t i = 0; i < block_count_; ++i) {
+      RowBlock& block = blocks_[i] = RowBlock();
+      block.row = rows_ * i / block_count_;
+      const std::int64_t end = rows_ * (i + 1) / block_count_;
+      block.rows = static_cast<int>(end - block.row);
+      for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
+        block.any.join(parts_[t]);
+        block.all.begin = std::max(block.all.begin, parts_[t].begin);
+        block.all.end = std::min(block.all.end, parts_[t].end);
+      }
+      if (block.all.begin >= block.all.end) block.all = {kTile, kTile};
+    }
+  }
+
+  void convert_keys(const T* page, const T* ahead, float* key) const {
+    for (std::int64_t d = 0; d < step_.key_dim; ++d) {
+      fetch(ahead + d * kLanes);
+      if constexpr (std::is_same_v<T, bf16>) {
+        f32x16 even, odd;
+        load_split(page + d * kLanes, even, odd);
+        store(key + d * kLanes, even);
+        if (++d < step_.key_dim) store(key + d * kLanes, odd);
+      } else {
+        store(key + d * kLanes, load(page + d * kLanes));
+      }
+    }
+  }
+
+  void convert_values(const T* page, const T* ahead, float* value) const {
+    for (int j = 0; j < kLanes; ++j, page += step_.value_dim, ahead += step_.value_dim, value += step_.width) {
+      std::int64_t d = 0;
+      for (; d + kLanes <= step_.value_dim; d += kLanes) {
+        fetch(ahead + d);
+        store(value + d, load(page + d));
+      }
+      if (d < step_.value_dim) store(value + d, load(page + d, static_cast<int>(step_.value_dim - d)));
+    }
+  }
+
+  // One pass over the rows for each few blocks of keys, so that these stay in the nearest cache.
+  template <class U>
+  void score(const U* const* keys, const U* const* ahead, int first, int last) const {
+    for (std::int64_t i = 0; i < block_count_; ++i) {
+      const RowBlock& block = blocks_[i];
+      const int begin = std::max(first, block.any.begin / kLanes), end = std::min(last, block.any.blocks_end());
+      if (begin >= end) continue;
+      RowKernels<U>::score[block.rows](q_ + block.row * step_.key_dim, step_.key_dim, keys, ahead, begin, end,
+                                       scores_ + block.row * kTile);
+    }
+  }
+
+  template <class U>
+  void weigh(const U* const* pages, const U* const* ahead, std::int64_t dims, const Seen& seen) const {
+    const std::int64_t width = step_.width;
+    for (std::int64_t i = 0; i < block_count_; ++i) {
+      const RowBlock& block = blocks_[i];
+      // Positions that only some of the block's rows see are added row by row.
+      for (int r = 0; r < block.rows; ++r) weigh_alone(block.row + r, pages, dims, {0, block.all.begin}, seen.values);
+      if (block.all.begin >= block.all.end) continue;
+      RowKernels<U>::weigh[block.rows](scores_ + block.row * kTile, pages, ahead, dims, block.all.begin, block.all.end,
+                                       seen.values + block.row * width, width);
+      for (int r = 0; r < block.rows; ++r) weigh_alone(block.row + r, pages, dims, {block.all.end, kTile}, seen.values);
+    }
+  }
+
+  template <class U>
+  void weigh_alone(std::int64_t row, const U* const* pages, std::int64_t dims, const TilePart& part,
+                   float* values) const {
+    if (part.begin >= part.end) return;
+    const TilePart& own = parts_[row / step_.group];
+    const int begin = std::max(part.begin, own.begin), end = std::min(part.end, own.end);
+    if (begin >= end) return;
+    RowKernels<U>::weigh[1](scores_ + row * kTile, pages, pages, dims, begin, end, values + row * step_.width,
+                            step_.width);
+  }
+
+  float *q_, *scores_;
+  RowBlock* blocks_;
+  std::int64_t block_count_ = 0;
+  float *keys32_, *values32_;
+};
+
+}  // namespace llmc::LLMC_ISA

@@ -1,0 +1,9 @@
+"""mpt: its fix is needed, and makes it right."""
+
+from packed import check_fix
+
+from llmc.compiler.families import mpt
+
+
+def test_fix() -> None:
+    check_fix(mpt.FIX)

@@ -1,0 +1,9 @@
+"""xglm: its fix is needed, and makes it right."""
+
+from packed import check_fix
+
+from llmc.compiler.families import xglm
+
+
+def test_fix() -> None:
+    check_fix(xglm.FIX)
