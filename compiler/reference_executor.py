@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from llmc.plugins.linear import packing
 from llmc.plugins.paged_attention.step import Step as AttentionStep
 from llmc.runtime.batch import Batch
 from llmc.runtime.plan import Plan, Step, Storage, Value
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
 
 _TORCH = {
     "float32": torch.float32,
@@ -172,6 +176,16 @@ class _PagedCache(MutableMapping[tuple[int, Hashable], tuple[Any, Any]]):
         return table[positions // size], positions % size
 
 
+def for_engine(engine: Engine, *, num_blocks: int) -> ReferenceExecutor:
+    """The executor of a loaded engine."""
+    arrays = {name: weight.array for name, weight in engine.weights.items()}
+    typed = {name: array.view(numpy_dtype(engine.weights[name].dtype)) for name, array in arrays.items()}
+    cache = engine.kv_cache
+    return ReferenceExecutor(
+        engine.plan, typed, num_blocks=num_blocks, block_size=cache.block_size, kv_dtype=cache.dtype
+    )
+
+
 def stored_weights(packed: Mapping[str, PackedWeight]) -> dict[str, NDArray[Any]]:
     """The weights of a lowered model in memory, as they would be read from the engine; for small models."""
     return {
@@ -181,9 +195,13 @@ def stored_weights(packed: Mapping[str, PackedWeight]) -> dict[str, NDArray[Any]
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(np.ascontiguousarray(array).view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(np.ascontiguousarray(array))
+    """Shares the memory, which may be mapped and read-only: no op writes to a weight."""
+    array = np.ascontiguousarray(array)
+    narrow = array.dtype.name == "bfloat16"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        tensor = torch.from_numpy(array.view(np.uint16) if narrow else array)
+    return tensor.view(torch.bfloat16) if narrow else tensor
 
 
 def _input_count(op: str) -> int:

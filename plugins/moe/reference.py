@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from llmc.plugins.elementwise.reference import torch_function
+from llmc.plugins.linear.reference import reference as linear
 from llmc.plugins.op import Sample
 
 
@@ -26,18 +26,18 @@ def reference(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """One expert after the other, on the tokens that chose it."""
+    """One expert after the other, on the tokens that chose it; narrow weights act as in llmc::linear."""
     y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(gate_up.shape[0]):
         token, choice = torch.where(ids == expert)
         if token.numel() == 0:
             continue
-        inner = F.linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        inner = linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
         if gated:
             inner = activate_gated(inner, function, interleaved=interleaved, alpha=alpha, limit=limit)
         else:
             inner = torch_function(function)(inner)
-        out = F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+        out = linear(inner, down[expert], None if down_bias is None else down_bias[expert])
         y.index_add_(0, token, (out * weights[token, choice, None]).to(y.dtype))
     return y.to(x.dtype)
 

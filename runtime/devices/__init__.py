@@ -1,1 +1,32 @@
-"""Executors, one file a device."""
+"""What runs plans: one module a device."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from llmc import debug
+from llmc.errors import UsageError
+
+if TYPE_CHECKING:
+    from llmc.runtime.batch import Executor
+    from llmc.runtime.engine import Engine
+
+
+def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None, isa: str | None = None) -> Executor:
+    """The executor of an engine's target, or with ``LLMC_REFERENCE=1`` one that runs the references of the ops.
+
+    Raises:
+        UsageError: the references are asked for, and torch is not installed.
+        LlmcError: as the executor of the target.
+    """
+    if debug.enabled("LLMC_REFERENCE"):
+        try:
+            reference = importlib.import_module("llmc.compiler.reference_executor")
+        except ImportError as error:
+            raise UsageError(f"LLMC_REFERENCE=1 needs the extra [build]: {error}") from error
+        executor: Executor = reference.for_engine(engine, num_blocks=num_blocks)
+        return executor
+    from llmc.runtime.devices.cpu import CpuExecutor
+
+    return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)
