@@ -15,16 +15,14 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import click
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime import strict
 from llmc.runtime.output import RequestOutput, request_output
 from llmc.runtime.request import SamplingParams
+from llmc.runtime.terminal import INTERRUPTED
 
 if TYPE_CHECKING:
     from llmc.runtime.llm import LLM
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 AHEAD = 4
 """Requests that are read ahead, times the sequences that run at one time."""
@@ -48,6 +46,10 @@ def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mappi
             progress.stop()
             _keep(out, progress.done)
             return INTERRUPTED
+        except BrokenPipeError:  # who reads the results has enough
+            raise
+        except OSError as problem:
+            raise ResourceError(f"{output_file or 'stdout'}: can't be written ({problem.strerror})") from None
         progress.stop()
         if output_file not in (None, "-"):
             _publish(out, Path(str(output_file)))

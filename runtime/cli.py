@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from llmc.errors import GateError, LlmcError, UsageError
+from llmc.runtime.terminal import INTERRUPTED, show, watched_interrupt
 
 if TYPE_CHECKING:
     from llmc.runtime.llm import LLM
@@ -22,9 +23,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PROMPT_TOKENS = 256
 """Default of --max-tokens for -p; chats have the room left in the context."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 SAMPLING = (
     click.option("--max-tokens", type=int, help="Tokens to generate. [default: 256; chats: the room left]"),
@@ -137,7 +135,7 @@ def run(
             from llmc.runtime.conversation import converse
 
             sys.exit(converse(llm, checked, system))
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _stdin() if prompt == "-" else prompt
         messages = None
         if chat:
             messages = [{"role": "system", "content": system}] if system is not None else []
@@ -145,6 +143,8 @@ def run(
         else:
             checked = sampling_params({"max_tokens": PROMPT_TOKENS} | params)
         sys.exit(_answer(llm, messages or text, checked, as_json, stats))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     finally:
         llm.close()
 
@@ -193,6 +193,13 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
         raise UsageError(f"--{problem}") from None
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as problem:
+        raise UsageError(f"-p -: stdin is not UTF-8 (byte {problem.start})") from None
+
+
 def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats: bool) -> int:
     """Print one result, as it comes if it is a single text; returns the exit code."""
     start = time.perf_counter()
@@ -204,21 +211,21 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats:
             click.echo(json.dumps(result.to_json(), ensure_ascii=False))
         else:
             for choice in result.choices:
-                click.echo(f"[{choice.index}] {choice.text}")
+                show(f"[{choice.index}] {choice.text}\n")
         return _report_errors(result)
     generated, error = 0, None
     stream = llm.stream(prompt, params)
-    try:
+    with watched_interrupt() as interrupt:
         for delta in stream:
             first = first or time.perf_counter()
             generated += len(delta.token_ids)
             error = delta.error
-            click.echo(delta.text, nl=False)
-            sys.stdout.flush()
+            show(delta.text)
+            if interrupt.pressed:
+                stream.close()
+                break
         click.echo()
-    except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]
-        click.echo()
+    if interrupt.pressed:
         return INTERRUPTED
     if stats and first is not None:
         total = time.perf_counter() - start

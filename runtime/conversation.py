@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmc.errors import RequestError
+from llmc.runtime.terminal import show, watched_interrupt
 
 if TYPE_CHECKING:
     from llmc.runtime.llm import LLM
@@ -53,16 +54,16 @@ def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) ->
         hint = "; /reset starts anew" if problem.field == "prompt" else ""
         click.echo(f"llmc: error: {problem}{hint}", err=True)
         return None
-    try:
+    with watched_interrupt() as interrupt:
         for delta in stream:
             answer += delta.text
-            click.echo(delta.text, nl=False)
-            sys.stdout.flush()
+            show(delta.text)
             if delta.error is not None:
                 click.echo(f"\nllmc: error: {delta.error}", err=True)
                 return None
-    except KeyboardInterrupt:
-        stream.close()  # type: ignore[attr-defined]
+            if interrupt.pressed:
+                break
+    stream.close()
     click.echo()
     return answer
 

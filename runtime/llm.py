@@ -7,9 +7,10 @@ from collections.abc import Sequence as ListOf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from llmc.errors import EngineError, RequestError, ResourceError, UsageError
+from llmc.errors import EngineError, RequestError, UsageError
 from llmc.runtime import resources
 from llmc.runtime.batch import Executor
+from llmc.runtime.kv_budget import blocks_of_cache
 from llmc.runtime.output import Delta, RequestOutput, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
 from llmc.runtime.sampling import Sampler
@@ -24,9 +25,6 @@ Messages = ListOf[Mapping[str, Any]]
 
 DEFAULT_MAX_TOKENS = 16
 """For prompts, if neither the request nor the model says otherwise; chats have the room left in the context."""
-
-MEMORY_SHARE = 0.25
-"""Of the available memory: what the KV cache takes at most by default."""
 
 MAX_LOGIT_BYTES = 64 << 20
 """Of the logits of one step, beyond one row for each sequence: bounds what prompt_logprobs take."""
@@ -70,7 +68,7 @@ class LLM:
         check: bool = False,
         expect_digest: str | None = None,
     ) -> None:
-        from llmc.runtime.devices import cpu
+        from llmc.runtime.devices import make_executor
         from llmc.runtime.engine import load_engine
 
         engine = load_engine(engine_dir, expect_digest=expect_digest)
@@ -82,7 +80,7 @@ class LLM:
             max_batch_tokens=batch_tokens,
             max_sequences=sequences,
             max_logit_rows=min(batch_tokens, max(sequences, MAX_LOGIT_BYTES // (4 * facts.vocab_size))),
-            num_blocks=_num_blocks(engine, sequences, kv_memory, num_blocks),
+            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks),
             block_size=engine.kv_cache.block_size,
             has_state=bool(engine.plan.state_slots),
             check=check,
@@ -105,7 +103,7 @@ class LLM:
         self.threads = resources.physical_cores() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {threads} is less than 1")
-        executor = cpu.CpuExecutor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
+        executor = make_executor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
@@ -176,17 +174,19 @@ class LLM:
 
         return self._run_all([(add, chat) for chat in chats], params)
 
-    def stream(
-        self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any
-    ) -> Iterator[Delta]:
-        """Yield the continuation of a prompt, or the answer to a chat, as it comes. Closing the iterator aborts it."""
+    def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any) -> Stream:
+        """The continuation of a prompt, or the answer to a chat, as it comes: an iterator of deltas.
+
+        Raises:
+            RequestError: the prompt or a value is out of bounds.
+        """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         request_id = (
             self.add_chat(prompt, params, **options)  # type: ignore[arg-type]
             if is_chat
             else self.add_request(prompt, params, **options)  # type: ignore[arg-type]
         )
-        return self._stream(request_id)
+        return Stream(self, self._requests[request_id])
 
     # -- in flight ----------------------------------------------------------------------------------------------------
 
@@ -265,6 +265,8 @@ class LLM:
     # -- behind it ----------------------------------------------------------------------------------------------------
 
     def _add(self, prompt: list[int], params: SamplingParams, priority: int, *, chat: bool) -> int:
+        if type(priority) is not int:
+            raise RequestError(f"expected a whole number, found {priority!r}", "priority")
         self._check(prompt, params)
         room = max(0, self.scheduler.config.context - len(prompt))
         max_tokens = params.max_tokens if params.max_tokens is not None else self._default_max_tokens
@@ -272,9 +274,11 @@ class LLM:
             max_tokens = room if chat else max(DEFAULT_MAX_TOKENS, params.min_tokens)
         request = Request(self._next_id, prompt, params, max_tokens, self.eos_token_ids, priority)
         self.scheduler.add(request)
-        if self.tokenizer is not None:
-            for sequence in request.sequences:
+        for sequence in request.sequences:
+            if self.tokenizer is not None:
                 sequence.text = self.tokenizer.stream(params, prompt, chat=chat)
+            if sequence.finish_reason is not None:
+                self._touched[sequence] = None
         self._next_id += 1
         self._requests[request.id] = request
         return request.id
@@ -313,21 +317,6 @@ class LLM:
             for request in requests:
                 self.abort(request.id)
 
-    def _stream(self, request_id: int) -> Iterator[Delta]:
-        request = self._requests[request_id]
-        try:
-            while True:
-                touched = [sequence for sequence in request.sequences if sequence in self._touched]
-                if not touched and request.finished:
-                    break
-                if not touched:
-                    self._advance()
-                for sequence in touched:  # others may step between two deltas
-                    self._touched.pop(sequence, None)
-                    yield self._delta(sequence)
-        finally:
-            self.abort(request_id)
-
     def _advance(self) -> None:
         for sequence in self.scheduler.step():
             self._touched[sequence] = None
@@ -350,35 +339,34 @@ class LLM:
             self._touched.pop(sequence, None)
 
 
+class Stream(Iterator[Delta]):
+    """The deltas of one request. `close` (or dropping it) aborts the request if it has not ended."""
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self._llm, self._request = llm, request
+
+    def __next__(self) -> Delta:
+        while True:
+            for sequence in self._request.sequences:
+                if sequence in self._llm._touched:
+                    del self._llm._touched[sequence]
+                    return self._llm._delta(sequence)
+            if self._request.finished:
+                self.close()
+                raise StopIteration
+            self._llm._advance()
+
+    def close(self) -> None:
+        """Abort."""
+        self._llm.abort(self._request.id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _lowered(name: str, value: int | None, limit: int) -> int:
     if value is None:
         return limit
     if not 1 <= value <= limit:
         raise UsageError(f"{name}: {value} is not in 1 to {limit}, which the engine was built for")
     return value
-
-
-def _num_blocks(engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None) -> int:
-    """Blocks of the KV cache."""
-    size = engine.kv_cache.block_size
-    block_bytes = max(1, engine.kv_bytes_per_token * size)
-    per_sequence = -(-engine.limits.max_seq_len // size)
-    if num_blocks is not None and kv_memory is not None:
-        raise UsageError("num_blocks and kv_memory exclude each other")
-    if num_blocks is not None:
-        if num_blocks < 1:
-            raise UsageError(f"num_blocks: {num_blocks} is less than 1")
-        return num_blocks
-    if kv_memory is not None:
-        blocks = resources.parse_size(kv_memory) // block_bytes
-        if blocks < 1:
-            raise ResourceError(f"kv_memory: {kv_memory} is less than one block of {block_bytes} bytes")
-        return min(blocks, per_sequence * sequences)
-    available = resources.available_memory()
-    blocks = max(per_sequence, min(per_sequence * sequences, int(available * MEMORY_SHARE) // block_bytes))
-    if blocks * block_bytes > available:
-        raise ResourceError(
-            f"the KV cache of one sequence of {engine.limits.max_seq_len} tokens takes {blocks * block_bytes >> 20} "
-            f"MiB, but {available >> 20} MiB are available; set kv_memory, or build with a smaller --max-seq-len"
-        )
-    return blocks

@@ -95,16 +95,15 @@ class Scheduler:
         self.states = StatePool(config.max_sequences) if config.has_state else None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._ended: list[Sequence] = []
         self._executor, self._sampler = executor, sampler
 
     @property
     def has_work(self) -> bool:
-        """Whether another step would do or report something."""
-        return bool(self.running or self.waiting or self._ended)
+        """Whether another step would do something."""
+        return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. Sequences that have nothing to compute end at once.
 
         Raises:
             RequestError: the context can never hold it.
@@ -126,7 +125,6 @@ class Scheduler:
         for sequence in request.sequences:
             if request.max_tokens == 0 and (request.params.prompt_logprobs is None or sequence.choice > 0):
                 sequence.finish(FinishReason.LENGTH)  # nothing to compute
-                self._ended.append(sequence)
             else:
                 insort(self.waiting, sequence, key=_order)
 
@@ -139,15 +137,14 @@ class Scheduler:
 
     def step(self) -> list[Sequence]:
         """Run one batch; returns the sequences that have got a token or have ended."""
-        touched, self._ended = self._ended, []
         chunks = self._schedule()
         if not chunks:
-            return touched
+            return []
         try:
             logits = self._executor.step(pack(chunks))
         except Exception as problem:  # a failed step fails only its own requests
-            return touched + self._fail(chunks, problem)
-        touched += self._take(chunks, logits)
+            return self._fail(chunks, problem)
+        touched = self._take(chunks, logits)
         self._check()
         return touched
 
@@ -236,11 +233,12 @@ class Scheduler:
         return leader.table.blocks[: length // self.config.block_size]
 
     def _remove(self, sequence: Sequence) -> None:
+        """From wherever it is: an exception (Ctrl-C) may have come while it was moved."""
         if sequence.table is not None:
             self._free(sequence)
-            self.running.remove(sequence)
-        else:
-            self.waiting.remove(sequence)
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         assert sequence.table is not None, "only running sequences hold blocks"

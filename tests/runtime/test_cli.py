@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from llmc.__main__ import cli
 from llmc.errors import LlmcError
 from llmc.runtime import cli as commands
+from llmc.runtime.terminal import show, watched_interrupt
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
 
@@ -65,6 +67,17 @@ def test_prompt_as_json(run: Any) -> None:
     assert len(value["choices"][0]["logprobs"]) == 7
     assert value["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
     assert "seed" not in value
+
+
+def test_stdin_has_to_be_text(run: Any) -> None:
+    assert "stdin is not UTF-8 (byte 1)" in str(run("-p", "-", stdin=b"a\xff").exception)  # type: ignore[arg-type]
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for terminal, expected in ((True, "a\n\tb\ufffd[31m\ufffd\ufffd"), (False, "a\n\tb\x1b[31m\x9b\r")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal, raising=False)
+        show("a\n\tb\x1b[31m\x9b\r")
+        assert capsys.readouterr().out == expected
 
 
 def test_one_chat(run: Any) -> None:
@@ -187,6 +200,15 @@ def test_an_interrupted_file_keeps_what_is_done(run: Any, tmp_path: Path, monkey
     (partial,) = tmp_path.glob(".out.jsonl.*.partial")
     assert f"interrupted after 4 results; they are in {partial}" in result.stderr
     assert len(partial.read_text().splitlines()) == 4
+
+
+def test_interrupts_are_seen_between_steps() -> None:
+    with watched_interrupt() as interrupt:
+        assert not interrupt.pressed
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.pressed
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_input_is_not_output(run: Any, tmp_path: Path) -> None:

@@ -127,6 +127,16 @@ def test_tok_09_token_ids_are_checked(kit: Any) -> None:
     assert not llm.has_unfinished
 
 
+def test_priority_is_a_whole_number(kit: Any) -> None:
+    with pytest.raises(RequestError, match="priority: expected a whole number"):
+        kit.llm().add_request("hello", priority=1.5)
+
+
+def test_end_tokens_beyond_the_vocabulary_can_not_come(kit: Any) -> None:
+    (result,) = kit.llm(eos=[2, 100_000]).generate("hello", SamplingParams(max_tokens=4, min_tokens=3))
+    assert len(result.token_ids) >= 3
+
+
 def test_a_bad_prompt_in_a_list_runs_nothing(kit: Any) -> None:
     llm = kit.llm()
     with pytest.raises(RequestError, match="prompt 1: prompt: 600 tokens and one to generate do not fit"):
@@ -236,13 +246,42 @@ def test_streams_side_by_side(kit: Any) -> None:
     assert not llm.has_unfinished
 
 
-def test_closing_a_stream_frees_everything(kit: Any) -> None:
+@pytest.mark.parametrize("deltas", [0, 1, 3])
+def test_closing_or_dropping_a_stream_frees_everything(kit: Any, deltas: int) -> None:
     llm = kit.llm()
-    stream = llm.stream("hello", LONG)
-    next(stream)
-    stream.close()
+    for drop in (False, True):
+        stream = llm.stream("hello", HASHED)
+        for _ in range(deltas):
+            next(stream)
+        if drop:
+            del stream
+        else:
+            stream.close()
+        assert not llm.has_unfinished
+        assert llm.scheduler.kv_cache.num_used == 0
+
+
+def test_what_ends_at_once_is_reported_once(kit: Any) -> None:
+    llm = kit.llm()
+    (result,) = llm.generate("hello", SamplingParams(max_tokens=0))
+    assert (result.text, result.finish_reason) == ("", "length")
     assert not llm.has_unfinished
-    assert llm.scheduler.kv_cache.num_used == 0
+    assert [d.finish_reason for d in llm.stream("hello", SamplingParams(max_tokens=0))] == ["length"]
+    llm.add_request("hello", SamplingParams(max_tokens=0, n=2))
+    assert [d.choice for d in llm.step()] == [0, 1]
+    assert not llm.has_unfinished
+
+
+def test_stp_04_tokens_with_equal_text_are_both_reported(kit: Any) -> None:
+    """At the start of a text, the SentencePiece tokens ▁a and a have the same one."""
+    spec = kit.sentencepiece_spec()
+    first, second = (spec["model"]["vocab"][p] for p in ("▁a", "a"))
+    logits = np.zeros(kit.VOCAB, np.float32)
+    logits[[first, second]] = 5, 4
+    llm = kit.llm(lambda history: logits, spec=spec)
+    (result,) = llm.generate([[1]], SamplingParams(max_tokens=1, logprobs=2))
+    assert [token for token, _ in (result.logprobs or ())[0].top] == [first, second]
+    assert llm.tokenizer.decode([first]) == llm.tokenizer.decode([second]) == result.text == "a"
 
 
 def test_requests_join_and_leave_while_others_run(kit: Any) -> None:

@@ -253,10 +253,8 @@ def test_max_tokens_0(kit: Any) -> None:
     runner = Runner(kit)
     nothing = runner.add(prompt(0, 5), max_tokens=0)
     scored = runner.add(prompt(0, 5), max_tokens=0, prompt_logprobs=0, n=2)
-    ended = []
-    while runner.scheduler.has_work:
-        ended += runner.scheduler.step()
-    assert len(ended) == 3
+    assert nothing.finished
+    runner.run()
     assert len(scored.prompt_logprobs) == 5
     for request in (nothing, scored):
         assert all((s.finish_reason, s.num_generated) == (FinishReason.LENGTH, 0) for s in request.sequences)
@@ -334,4 +332,4 @@ def test_20000_random_steps(kit: Any) -> None:
                     for token in sequence.tokens[len(history) :]:
                         assert token == int(model(history).argmax())
                         history += (token,)
-    assert preemptions > 1000
+    assert preemptions > 100

@@ -1,0 +1,45 @@
+"""How large the KV cache is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from llmc.errors import ResourceError, UsageError
+from llmc.runtime import resources
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
+
+MEMORY_SHARE = 0.25
+"""Of the available memory: what the KV cache takes at most by default."""
+
+
+def blocks_of_cache(engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None) -> int:
+    """As asked for; else enough for so many sequences at full length within a share of the memory, at least for one.
+
+    Raises:
+        ResourceError: not even one sequence fits into memory.
+        UsageError: the two options exclude each other, or are out of bounds.
+    """
+    size = engine.kv_cache.block_size
+    block_bytes = max(1, engine.kv_bytes_per_token * size)
+    per_sequence = -(-engine.limits.max_seq_len // size)
+    if num_blocks is not None and kv_memory is not None:
+        raise UsageError("num_blocks and kv_memory exclude each other")
+    if num_blocks is not None:
+        if num_blocks < 1:
+            raise UsageError(f"num_blocks: {num_blocks} is less than 1")
+        return num_blocks
+    if kv_memory is not None:
+        blocks = resources.parse_size(kv_memory) // block_bytes
+        if blocks < 1:
+            raise ResourceError(f"kv_memory: {kv_memory} is less than one block of {block_bytes} bytes")
+        return min(blocks, per_sequence * sequences)
+    available = resources.available_memory()
+    blocks = max(per_sequence, min(per_sequence * sequences, int(available * MEMORY_SHARE) // block_bytes))
+    if blocks * block_bytes > available:
+        raise ResourceError(
+            f"the KV cache of one sequence of {engine.limits.max_seq_len} tokens takes {blocks * block_bytes >> 20} "
+            f"MiB, but {available >> 20} MiB are available; set kv_memory, or build with a smaller --max-seq-len"
+        )
+    return blocks
