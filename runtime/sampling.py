@@ -68,7 +68,7 @@ class Sampler:
     """
 
     def __init__(self, tokens_containing: Callable[[tuple[str, ...]], Ids] | None = None) -> None:
-        self._banned = lru_cache(maxsize=64)(tokens_containing) if tokens_containing else None
+        self._banned = lru_cache(maxsize=16)(tokens_containing) if tokens_containing else None
 
     def sample(self, logits: Scores, rows: ListOf[int], sequences: ListOf[Sequence]) -> list[Sampled]:
         """The next token of each sequence; ``logits`` [N, vocabulary], that of sequence i is row ``rows[i]``."""

@@ -14,7 +14,7 @@ from llmc.runtime.devices import cpu
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
 
-PROMPTS = [np.random.default_rng(i).integers(3, 131, 17 + 3 * i).tolist() for i in range(12)]
+PROMPTS = [np.random.default_rng(i).integers(3, 131, 17 + i).tolist() for i in range(34)]
 PARAMS = SamplingParams(max_tokens=30, ignore_eos=True, logprobs=1)
 
 
@@ -24,16 +24,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def results(engine: Path, poison: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
+def results(engine: Path, poison: bool, preempted: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Any]:
     monkeypatch.setattr(cpu, "POISON", poison)
     llm = LLM(engine, threads=1, check=True, **options)
-    return [(r.token_ids, r.logprobs) for r in llm.generate(PROMPTS, PARAMS)]
+    found = [(r.token_ids, r.logprobs) for r in llm.generate(PROMPTS, PARAMS)]
+    assert (llm.scheduler.statistics.preemptions > 0) == preempted
+    assert llm.scheduler.kv_cache.num_free == llm.scheduler.kv_cache.num_blocks
+    return found
 
 
-def test_kv_02_and_freed_blocks(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are used again and again here, each time poisoned in between."""
-    expected = results(engine, False, monkeypatch, num_blocks=256)
-    assert results(engine, True, monkeypatch, num_blocks=8, max_batch_tokens=16) == expected
+def test_kv_02_and_kv_03(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """34 requests in 32 blocks are preempted and computed again; freed blocks are poisoned before they are reused."""
+    expected = results(engine, False, False, monkeypatch, num_blocks=4096)
+    assert results(engine, True, True, monkeypatch, num_blocks=32) == expected
+    assert results(engine, True, False, monkeypatch, num_blocks=32, max_batch_tokens=8, max_sequences=3) == expected
     assert all(np.isfinite(e.logprob) for _, logprobs in expected for e in logprobs)
 
 
