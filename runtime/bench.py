@@ -109,7 +109,7 @@ def bench(
     report = {
         "engine": str(engine),
         "digest": f"sha256:{llm.engine.digest}" if llm.engine else "",
-        "isa": llm.executor.isa,  # type: ignore[attr-defined]
+        "isa": getattr(llm.executor, "isa", "reference"),
         "threads": llm.threads,
         "rounds": rounds,
         "load_average": loads,

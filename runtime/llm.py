@@ -68,7 +68,7 @@ class LLM:
         check: bool = False,
         expect_digest: str | None = None,
     ) -> None:
-        from llmc.runtime.devices import make_executor
+        from llmc.runtime.devices import cpu, make_executor
         from llmc.runtime.engine import load_engine
 
         engine = load_engine(engine_dir, expect_digest=expect_digest)
@@ -108,7 +108,7 @@ class LLM:
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default)
-        if cpu.POISON:
+        if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks
 
     @classmethod
