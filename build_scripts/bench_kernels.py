@@ -67,7 +67,8 @@ def report(shape: Shape, layers: int, rows: int, options: argparse.Namespace) ->
     kinds = [*shape.linears()] * layers + [("lm_head", shape.vocabulary, shape.hidden)]
     best = measure(kinds, rows, options)
     print(
-        f"\n{options.model} {options.dtype} {options.isa}, {options.threads} threads, {rows} rows, load {os.getloadavg()[0]:.1f}"
+        f"\n{options.model} {options.dtype} {options.isa}, {options.threads} threads, {rows} rows, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     totals = dict.fromkeys((name for name, _, _ in kinds), (0.0, 0, 0))
     for (name, outputs, inputs), seconds in zip(kinds, best, strict=True):

@@ -110,7 +110,7 @@ def main(model: Path | None, shape: str | None, work: Path | None) -> None:
         start = time.monotonic()
         build_engine(model, folder / "engine", BuildConfig(max_seq_len=4096))
         result = {
-            "model": str(model.name if not shape else shape),
+            "model": shape or model.name,
             "seconds": round(time.monotonic() - start, 1),
             "imports_mib": before // MIB,
             "peak_above_imports_mib": (peak_rss() - before) // MIB,

@@ -42,7 +42,7 @@ class KernelError(LlmcError):
 
 
 class RequestError(LlmcError):
-    """A request has a value that is out of bounds, or can never be served. ``field`` names the culprit, if it is one."""
+    """A request has a value that is out of bounds, or can never be served. ``field`` names the culprit, if any."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field else message)

@@ -15,7 +15,7 @@ Int32 = NDArray[np.int32]
 class Batch:
     """The rows of one step, packed: those of sequence s are ``cu_seqlens[s]:cu_seqlens[s + 1]``.
 
-    Row r of a sequence is written to cache position ``num_computed[s] + r``, that is to slot ``position % block_size`` of
+    Row r of a sequence is written to cache position ``num_computed[s] + r``: to slot ``position % block_size`` of
     block ``block_tables[s, position // block_size]``. All arrays are C-contiguous.
     """
 

@@ -108,7 +108,7 @@ class Storage(enum.Enum):
 class Value:
     """A strided view. ``base``: byte offset in the arena, name of a tensor in weights.safetensors, or of a batch input.
 
-    Dtypes: float32, bfloat16, float16, int32, int64, bool. Strides and offset are in elements; a stride of 0 broadcasts.
+    Dtypes: float32, bfloat16, float16, int32, int64, bool. Strides, offset: in elements; a stride of 0 broadcasts.
     """
 
     name: str
