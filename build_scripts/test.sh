@@ -7,4 +7,6 @@ build_scripts/setup.sh build,dev
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
 build_scripts/check.sh
-exec pytest -q "$@"
+# Two processes; the threads of torch would only get into their way.
+export OMP_NUM_THREADS=1
+exec pytest -q -n 2 "$@"
