@@ -120,6 +120,11 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     target = find_target(config.target)
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
+    longest = facts.model_limit(checkpoint.config)
+    if longest is not None and limits.max_seq_len > longest:
+        progress.note(
+            f"--max-seq-len {limits.max_seq_len} is more than the {longest} positions that the model was made for"
+        )
     progress.step("tracing")
     program = trace(checkpoint.config, max_seq_len=limits.max_seq_len)
     for note in program.notes.values():

@@ -58,9 +58,11 @@ class Checkpoint:
         """
         path = Path(path)
         if path.suffix == ".gguf" and not path.is_dir():
-            return _open_gguf(ModelDirectory(path.parent, allow_hard_links), path.name)
+            path = path.resolve()  # the user names this very file, so links to it are meant
+            return _open_gguf(ModelDirectory(path.parent, allow_hard_links=True), path.name)
         directory = ModelDirectory(path, allow_hard_links)
-        if not directory.has("config.json") and (files := [n for n in directory.names if n.endswith(".gguf")]):
+        files = [name for name in directory.names if name.endswith(".gguf")]
+        if files and not any(name.endswith(".safetensors") for name in directory.names):
             if len(files) > 1:
                 raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name one of {', '.join(files)}")
             return _open_gguf(directory, files[0])

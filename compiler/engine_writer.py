@@ -16,6 +16,7 @@ from llmc.compiler import safetensors_writer
 from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.staging import Staging
 from llmc.compiler.tokenizer import FrozenTokenizer
+from llmc.errors import CompileError
 from llmc.runtime import manifest as manifest_file
 from llmc.runtime import plan_file, selftest
 from llmc.runtime.engine import WEIGHTS
@@ -68,6 +69,38 @@ class ArrayTensor:
         yield np.ascontiguousarray(self.array)
 
 
+@dataclass(frozen=True)
+class _Finite:
+    """A float16 tensor that is checked while it is written: wider numbers may have become infinite."""
+
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        for chunk in self.tensor.chunks():
+            if not np.isfinite(chunk).all():
+                raise CompileError(
+                    f"weight {self.name!r} holds numbers beyond the range of float16 (65504); "
+                    "use --dtype bfloat16 or float32"
+                )
+            yield chunk
+
+
 def write_files(staging: Staging, contents: EngineContents, progress: Any) -> None:
     """Write all but engine.json and the self-test.
 
@@ -76,7 +109,9 @@ def write_files(staging: Staging, contents: EngineContents, progress: Any) -> No
         contents: what.
         progress: its ``advance`` is told the bytes of weights.
     """
-    weights = safetensors_writer.order(contents.weights)
+    weights = safetensors_writer.order(
+        [_Finite(weight) if weight.dtype == "float16" else weight for weight in contents.weights]
+    )
     staging.write_stream(WEIGHTS, safetensors_writer.pieces(weights), progress.advance)
     staging.write(plan_file.NAME, plan_file.to_bytes(contents.plan))
     staging.write("graph.onnx", contents.graph)

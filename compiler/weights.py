@@ -220,6 +220,8 @@ class Transpose(_Sized):
         if not self.permutation or self.permutation[0] == 0:
             return self.source.rows(start, stop).transpose(self.permutation)
         axis = self.permutation[0]
+        if start == stop:
+            return np.empty((0, *self.shape[1:]), numpy_dtype(self.dtype))
         cut = (slice(None),) * axis + (slice(start, stop),)
         shape = list(self.source.shape)
         shape[axis] = stop - start
@@ -251,7 +253,8 @@ class Cast(_Sized):
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Converted rows."""
-        return self.source.rows(start, stop).astype(numpy_dtype(self.to), copy=False)
+        with np.errstate(over="ignore"):  # infinities are found where the engine is written
+            return self.source.rows(start, stop).astype(numpy_dtype(self.to), copy=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -116,6 +117,15 @@ def test_an_engine_is_replaced_with_force(built: Path, tmp_path: Path) -> None:
         assert llmc("build", built / "model", "-o", tmp_path / "e", "--max-seq-len", limit, "--force").returncode == 0
         assert load_engine(tmp_path / "e").limits.max_seq_len == limit
     assert os.listdir(tmp_path) == ["e"]
+
+
+def test_a_full_disk_ends_with_5_and_leaves_nothing(built: Path, tmp_path: Path) -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    command = [sys.executable, "-P", "-m", "llmc", "build", str(built / "model"), "-o", str(tmp_path / "e"), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files)
+    assert done.returncode == 5 and "disk is full" in done.stderr and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

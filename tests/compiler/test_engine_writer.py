@@ -198,6 +198,15 @@ def test_weights_are_stored_as_asked(tmp_path: Path, dtype: str) -> None:
     assert result.digest == engine.digest
 
 
+def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
+    arrays = llama_arrays()
+    arrays["lm_head.weight"][3, 3] = 1e6
+    folder = write_model(tmp_path / "model", arrays)
+    with pytest.raises(CompileError, match="float16"):
+        build_engine(folder, tmp_path / "engine", BuildConfig(dtype="float16"))
+    build_engine(folder, tmp_path / "engine", BuildConfig(dtype="bfloat16"))
+
+
 def test_the_kv_cache_has_a_dtype_of_its_own(tmp_path: Path) -> None:
     build_engine(write_llama(tmp_path / "model"), tmp_path / "engine", BuildConfig(kv_dtype="float16"))
     assert load_engine(tmp_path / "engine").kv_cache.dtype == "float16"

@@ -119,6 +119,19 @@ def test_llama_with_its_rows_put_back(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path).names == checkpoint.names  # the only GGUF file of a directory
 
 
+def test_a_file_that_is_named_may_be_a_link(tmp_path: Path) -> None:
+    write_llama(tmp_path / "m.gguf")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links/m.gguf").symlink_to(tmp_path / "m.gguf")
+    Checkpoint.open(tmp_path / "links/m.gguf")
+    with pytest.raises(CheckpointError, match="leads out"):
+        Checkpoint.open(tmp_path / "links")
+    (tmp_path / "links/config.json").write_text("{}")  # as repositories of GGUF files have
+    (tmp_path / "links/m.gguf").unlink()
+    write_llama(tmp_path / "links/m.gguf")
+    Checkpoint.open(tmp_path / "links")
+
+
 def test_several_files_have_to_be_told_apart(tmp_path: Path) -> None:
     write_llama(tmp_path / "a.gguf")
     write_llama(tmp_path / "b.gguf")
