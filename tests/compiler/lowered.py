@@ -1,5 +1,8 @@
 """Builds small graphs, lowers them, and runs the plan with the references."""
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
@@ -8,7 +11,11 @@ from llmc.compiler.config import Limits
 from llmc.compiler.lower import lower
 from llmc.compiler.reference_executor import ReferenceExecutor, stored_weights
 from llmc.compiler.targets.base import find_target
+from llmc.runtime import manifest
 from llmc.runtime.batch import Batch
+from llmc.runtime.devices.cpu import CpuExecutor
+from llmc.runtime.engine import Engine, Weight
+from llmc.runtime.manifest import KvCacheSpec, Manifest, ModelFacts
 
 CPU = find_target("cpu")
 LIMITS = Limits(64, 16, 4)
@@ -90,6 +97,26 @@ def run(lowered, tokens, **options):
     return executor.step(batch(tokens))
 
 
+def in_memory_engine(lowered):
+    """The engine that a lowered model would become, without its files."""
+    facts = ModelFacts("TestForCausalLM", "test", 0, "float32", VOCABULARY, None, (), None, None, False, False)
+    limits = manifest.Limits(**vars(LIMITS))
+    made = Manifest(1, "0", "cpu", limits, facts, KvCacheSpec("float32", 16), {}, "")
+    weights = {
+        name: Weight(name, lowered.weights[name].dtype, array.shape, _aligned(array))
+        for name, array in stored_weights(lowered.weights).items()
+    }
+    return Engine(Path("test-engine"), made, lowered.plan, weights, "", {}, mmap.mmap(-1, 64))
+
+
+def _aligned(array):
+    """The bytes at a multiple of 64, as in a mapped file."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    memory[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memory[start : start + array.nbytes]
+
+
 def expected(model, tokens):
     for output in model.graph.outputs:
         output.type, output.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["N", None])
@@ -99,9 +126,13 @@ def expected(model, tokens):
 
 
 def check(model, dtype="float32"):
+    """References and kernels give what ONNX's own evaluator gives."""
     lowered = lower(model, CPU, LIMITS, dtype)
+    native = CpuExecutor(in_memory_engine(lowered), num_blocks=4, threads=2, poison=True)
     for tokens in (5, 1, 16):
-        np.testing.assert_allclose(run(lowered, tokens), expected(model, tokens), rtol=2e-5, atol=2e-5)
+        wanted = expected(model, tokens)
+        np.testing.assert_allclose(run(lowered, tokens), wanted, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(native.step(batch(tokens)), wanted, rtol=2e-5, atol=2e-5)
     return lowered
 
 
