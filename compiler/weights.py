@@ -350,7 +350,7 @@ class _TensorSource(_Sized):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(int(size) for size in self.tensor.shape)
+        return tuple(int(size) for size in self.tensor.shape.numpy())
 
     @property
     def dtype(self) -> str:
