@@ -137,7 +137,7 @@ def read_gguf(directory: ModelDirectory, name: str) -> GgufCheckpoint:
     """
     file = GgufFile.open(directory, name)
     kind = file.metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise CompileError(
             f"{file.where}: GGUF architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}. "
             "Build from the Hugging Face directory of the model instead"
@@ -296,7 +296,7 @@ def _finer_of_tied(tensors: Tensors) -> WeightSource | None:
     """Of two copies of the embedding, the one whose type takes more bytes."""
     if "output.weight" not in tensors:
         return None
-    copies: list[Any] = [tensors["output.weight"], tensors["token_embd.weight"]]
+    copies = [tensors["output.weight"], tensors["token_embd.weight"]]
     return max(copies, key=lambda copy: getattr(copy, "row_bytes", copy.nbytes // copy.shape[0]))
 
 

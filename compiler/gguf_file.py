@@ -6,13 +6,12 @@ turned into float32 by the gguf library, a few rows at a time.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,7 +101,7 @@ class GgufFile:
 class _Reader:
     """Reads little-endian values; never past the end of the file."""
 
-    def __init__(self, stream: io.BufferedReader, size: int, where: str) -> None:
+    def __init__(self, stream: BinaryIO, size: int, where: str) -> None:
         self.where = where
         self.position = 0
         self._stream = stream

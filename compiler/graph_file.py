@@ -21,4 +21,5 @@ def to_bytes(model: ir.Model, weights: Collection[str]) -> bytes:
         del graph.initializers[name]
         value.const_value = None
         graph.inputs.append(value)
-    return ir.to_proto(model).SerializeToString(deterministic=True)
+    content: bytes = ir.to_proto(model).SerializeToString(deterministic=True)
+    return content
