@@ -97,7 +97,8 @@ class ThreadPool {
  public:
   virtual ~ThreadPool() = default;
   virtual int size() const = 0;
-  // Runs body(thread) on every thread, thread = 0 .. size() - 1; the caller is thread 0.
+  // Runs body(thread) once for each thread = 0 .. size() - 1, at the same time if the system lets it: a number for its
+  // scratch memory, not which thread of the system it is. The caller runs some of them.
   virtual void run(void (*body)(void* data, int thread), void* data) = 0;
 
   template <class F>

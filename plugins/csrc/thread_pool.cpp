@@ -51,10 +51,10 @@ void pin(std::vector<std::thread>& workers) {
 
 }  // namespace
 
-WorkerPool::WorkerPool(int threads) {
+WorkerPool::WorkerPool(int threads) : next_(threads) {
   require(threads >= 1 && threads <= 1024, "threads must be 1 to 1024");
   workers_.reserve(static_cast<std::size_t>(threads - 1));
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
   pin(workers_);
 }
 
@@ -75,10 +75,11 @@ void WorkerPool::run(void (*body)(void* data, int thread), void* data) {
   if (workers_.empty()) return body(data, 0);
   body_ = body;
   data_ = data;
-  pending_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-  generation_.fetch_add(1, std::memory_order_release);
-  call(0);
-  for (int spins = 0; pending_.load(std::memory_order_acquire) != 0; ++spins) {
+  done_.store(0, std::memory_order_relaxed);
+  next_.store(0, std::memory_order_release);
+  while (take()) {
+  }
+  for (int spins = 0; done_.load(std::memory_order_acquire) != size(); ++spins) {
     if (spins < kSpins) {
       pause();
     } else {
@@ -91,22 +92,24 @@ void WorkerPool::run(void (*body)(void* data, int thread), void* data) {
   }
 }
 
-void WorkerPool::call(int thread) noexcept {
+// A claim that comes late finds no part left, or belongs to the next run(): body_ and data_ are written before next_, and
+// stay until every claimed part is done.
+bool WorkerPool::take() noexcept {
+  if (next_.load(std::memory_order_relaxed) >= size()) return false;
+  const int part = next_.fetch_add(1, std::memory_order_acquire);
+  if (part >= size()) return false;
   try {
-    body_(data_, thread);
+    body_(data_, part);
   } catch (...) {
     if (!failed_.exchange(true)) error_ = std::current_exception();
   }
+  done_.fetch_add(1, std::memory_order_release);
+  return true;
 }
 
-void WorkerPool::work(int thread) {
-  std::uint32_t seen = 0;
+void WorkerPool::work() {
   for (int spins = 0;; ++spins) {
-    const std::uint32_t generation = generation_.load(std::memory_order_acquire);
-    if (generation != seen) {
-      seen = generation;
-      call(thread);
-      pending_.fetch_sub(1, std::memory_order_release);
+    if (take()) {
       spins = 0;
     } else if (spins < kSpins) {
       pause();

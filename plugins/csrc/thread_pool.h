@@ -24,16 +24,17 @@ class WorkerPool final : public ThreadPool {
   void end();
 
  private:
-  void work(int thread);
-  void call(int thread) noexcept;
+  void work();
+  // Does one part that nobody has claimed; false if there is none.
+  bool take() noexcept;
 
   std::vector<std::thread> workers_;
   void (*body_)(void*, int) = nullptr;
   void* data_ = nullptr;
   std::exception_ptr error_;
   std::atomic<bool> failed_{false};
-  alignas(64) std::atomic<std::uint32_t> generation_{0};  // counts run() calls
-  alignas(64) std::atomic<int> pending_{0};               // threads that still work on this one
+  alignas(64) std::atomic<int> next_;     // the next part to claim; size() or more: none is left
+  alignas(64) std::atomic<int> done_{0};  // parts that are finished
   alignas(64) std::atomic<std::uint32_t> awake_{0};       // 0 asleep, 1 between begin() and end(), 2 stop
 };
 

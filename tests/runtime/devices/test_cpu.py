@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from llmc.plugins import kernels
 from llmc.plugins.linear.packing import pack
 from llmc.runtime.batch import Batch
 from llmc.runtime.devices.cpu import CpuExecutor
-from llmc.runtime.engine import Engine, Weight
-from llmc.runtime.manifest import KvCacheSpec, Limits, Manifest, ModelFacts
+from llmc.runtime.engine import Weight
+from llmc.runtime.manifest import KvCacheSpec
 from llmc.runtime.plan import Dim, KvSlot, Plan, StateSlot, Step, Storage, Value
 
 VOCAB, WIDTH, TOKENS = 37, 20, 12
@@ -56,11 +57,10 @@ STEPS = (
 PLAN = Plan(VALUES, STEPS, 4 * ROW + 4 * VOCAB * TOKENS, "logits", (KvSlot(1, 8, 8),))
 
 
-def engine(plan: Plan = PLAN) -> Engine:
-    facts = ModelFacts("TestForCausalLM", "test", 0, "float32", VOCAB, None, (), None, None, False, False)
-    manifest = Manifest(1, "0", "cpu", Limits(64, TOKENS, 4), facts, KvCacheSpec("float32", 16), {}, "")
+def engine(plan: Plan = PLAN) -> Any:
+    """What the executor reads of an engine."""
     weights: Mapping[str, Weight] = {w.name: w for w in WEIGHTS.values()}
-    return Engine(Path("test-engine"), manifest, plan, weights, "", {})
+    return SimpleNamespace(path="test-engine", plan=plan, weights=weights, kv_cache=KvCacheSpec("float32", 16))
 
 
 def executor(plan: Plan = PLAN, **options: Any) -> CpuExecutor:
