@@ -93,7 +93,7 @@ def build_engine(
         progress.step("recording golden prompts")
         write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
         write_manifest(staging, contents)
-        progress.step("flushing to disk")
+        progress.step("publishing")
     return BuildResult(
         path=Path(engine),
         model=contents.model,

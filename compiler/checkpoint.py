@@ -166,7 +166,9 @@ def _shard_names(directory: ModelDirectory) -> list[str]:
             "read: safetensors only. Convert them where you trust the file: "
             "transformers' from_pretrained, then save_pretrained(..., safe_serialization=True)"
         )
-    raise CheckpointError(f"{directory.path}: holds no weights (*.safetensors or *.gguf)")
+    where = f"{directory.path / 'snapshots'}/..." if directory.has("snapshots") else ""
+    hint = f"; name a snapshot of this cache entry: {where}" if where else ""
+    raise CheckpointError(f"{directory.path}: holds no weights (*.safetensors or *.gguf){hint}")
 
 
 def _read_index(directory: ModelDirectory) -> dict[str, str]:

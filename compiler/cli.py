@@ -99,17 +99,20 @@ def ops(as_json: bool) -> None:
     from llmc.plugins import all_ops, kernels
 
     available, isas = set(kernels.ops()), ", ".join(kernels.isas())
+    kernel = f"cpu ({isas})" if as_json else "cpu"
     rows = [
         {
             "op": op.name,
             "inputs": ", ".join(op.inputs),
             "outputs": ", ".join(op.outputs),
             "attributes": ", ".join(f"{name}: {kind.__name__}" for name, kind in op.attributes.items()),
-            "kernels": f"cpu ({isas})" if op.name in available else "none",
+            "kernels": kernel if op.name in available else "none",
         }
         for op in all_ops().values()
     ]
     _print_rows(rows, as_json)
+    if not as_json:
+        click.echo(f"instruction sets of this machine: {isas}", err=True)
 
 
 @click.command()

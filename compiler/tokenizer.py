@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,10 @@ def freeze_directory(directory: ModelDirectory, config: Any) -> FrozenTokenizer 
         except Exception as problem:
             raise CheckpointError(f"{directory.path}: transformers can't load the tokenizer: {problem}") from problem
     frozen = freeze(tokenizer, str(directory.path))
-    original = directory.read("tokenizer.json") if directory.has("tokenizer.json") else None
-    return _compare(frozen, original) if original else frozen
+    if not directory.has("tokenizer.json"):
+        return frozen
+    difference = _difference(tokenizer.backend_tokenizer, directory.read("tokenizer.json"))
+    return replace(frozen, warnings=[*frozen.warnings, difference]) if difference else frozen
 
 
 def _copy(directory: ModelDirectory, folder: Path) -> None:
@@ -139,21 +142,17 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def _compare(frozen: FrozenTokenizer, original: bytes) -> FrozenTokenizer:
-    """Warn if the model's own tokenizer.json, read as it is, gives other tokens than transformers does."""
+def _difference(backend: Any, original: bytes) -> str:
+    """Where the model's own tokenizer.json, read as it is, gives other tokens than transformers does; "" if nowhere."""
     from tokenizers import Tokenizer
 
-    ours = Tokenizer.from_str(frozen.files["tokenizer.json"].decode())
-    theirs = Tokenizer.from_str(original.decode())
+    as_it_is = Tokenizer.from_str(original.decode())
     for probe in PROBES:
-        a, b = (t.encode(probe, add_special_tokens=False).tokens for t in (ours, theirs))
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            warning = (
-                f"tokenizer.json read as it is splits {probe[:20]!r}... differently from transformers, whose way is "
-                f"kept: token {at} is {b[at : at + 1]} instead of {a[at : at + 1]}"
-            )
-            return FrozenTokenizer(
-                frozen.files, frozen.size, frozen.prefix_ids, frozen.suffix_ids, [*frozen.warnings, warning]
-            )
-    return frozen
+        ours, theirs = (t.encode(probe, add_special_tokens=False).tokens for t in (backend, as_it_is))
+        for a, b in zip_longest(ours, theirs):
+            if a != b:
+                return (
+                    f"tokenizer.json read as it is splits {probe[:20]!r}... differently from transformers, whose way "
+                    f"is kept: {b!r} instead of {a!r}"
+                )
+    return ""

@@ -453,6 +453,8 @@ def test_a_broken_config_is_named(tmp_path: Path, text: str) -> None:
 def test_directories_without_a_model(tmp_path: Path) -> None:
     refused(tmp_path / "nothing", "nothing")
     refused(tmp_path, "no weights")
+    (tmp_path / "snapshots").mkdir()
+    refused(tmp_path, "name a snapshot")
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(llama_arrays()))
     refused(tmp_path, "config.json")
 
