@@ -120,6 +120,8 @@ def _topk(builder: Builder, node: ir.Node) -> Sequence[View]:
 def topk(builder: Builder, node: ir.Node, x: View, axis: int, k: int, largest: bool) -> Sequence[View]:
     """Values and indices, sorted."""
     refuse_tokens(x, [axis])
+    if x.dtype != "float32":
+        raise CompileError(f"TopK of {x.dtype} is not supported, only of float32")
     last = x.to_last([axis])
     shape = [*last.shape[:-1], ONE * k]
     dtypes = zip(node.outputs, (x.dtype, "int64"), strict=True)

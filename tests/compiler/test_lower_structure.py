@@ -200,6 +200,7 @@ BAD = {
     "slot read first": (lambda g: attention(g, g.x, g.x, g.x, write=0), "slot 0"),
     "slot written twice": (lambda g: attention(g, attention(g, g.x, g.x, g.x), g.x, g.x), "slot 0 is written twice"),
     "slot left out": (lambda g: attention(g, g.x, g.x, g.x, slot=1), "slots"),
+    "sorts integers": (lambda g: g.op("TopK", g.cast(g.x, "INT64"), g.ints(2), outputs=2)[0], "TopK of int64"),
     "unsupported dtype": (lambda g: g.op("Cast", g.x, to=int(ir.DataType.UINT8)), "UINT8"),
     "attribute missing": (lambda g: llmc(g, "norm", g.x, epsilon=1e-5), "expected"),
 }
