@@ -52,8 +52,8 @@ _from_tensor = FakeTensorMode.from_tensor
 def _fake_on_cpu(self: FakeTensorMode, tensor: Tensor, **options: Any) -> Any:
     """Let parameters on the meta device be traced as if they were on the CPU.
 
-    Constants that the model makes on the device of its parameters then keep their numbers, and the graph names no device
-    that it can't run on.
+    Constants that the model makes on the device of its parameters then keep their numbers, and the graph names no
+    device that it can't run on.
     """
     fake = _from_tensor(self, tensor, **options)
     if isinstance(fake, FakeTensor) and fake.fake_device.type == "meta":
@@ -80,6 +80,7 @@ class _Wrapped(nn.Module):
             head.register_forward_pre_hook(lambda module, args: (args[0][:, self._rows], *args[1:]))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, logit_rows: Tensor) -> Tensor:
+        torch._check(input_ids.shape[1] == position_ids.shape[1])
         options: dict[str, Any] = {"use_cache": False}
         if self.takes_positions:
             options["position_ids"] = position_ids

@@ -29,6 +29,7 @@ _OWN_ATTENTION = (
     "fix in compiler/families"
 )
 _MASKS = {
+    "create_bidirectional_mask": "bidirectional",
     "create_causal_mask": "causal",
     "create_sliding_window_causal_mask": "sliding",
     "create_chunked_causal_mask": "chunked",
@@ -103,6 +104,10 @@ def moe(
     return y
 
 
+class AllTokens:
+    """Stands in for the indices that sparse attention attends to, where these are all tokens that there can be."""
+
+
 class _OwnAttentionError(CompileError, AttributeError):
     """A model treats its mask as a tensor; ``hasattr`` on a mask is false all the same."""
 
@@ -112,7 +117,8 @@ class Mask:
     """Stands in for a mask tensor: says which mask the model asked for, and flows to the attention hook unchanged."""
 
     kind: str
-    """causal, sliding or chunked."""
+    """causal, sliding, chunked or bidirectional; the last may be made (decoders make one for an encoder that they don't
+    have), but not used."""
     reach: int = 0
     """Size of the window or chunk."""
 
@@ -142,7 +148,8 @@ def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Mask:
     for argument in custom:
         if caller.f_locals.get(argument) is not None:
             raise CompileError(f"attention mask: the model gives {name} a mask of its own ({argument}), not supported")
-    return Mask(_MASKS[name] if local_size else "causal", int(local_size or 0))
+    kind = _MASKS[name]
+    return Mask(kind if local_size or kind == "bidirectional" else "causal", int(local_size or 0))
 
 
 def _attention(
@@ -161,6 +168,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention hook. The mask decides on the window, as it does in eager attention."""
     where = type(module).__name__
+    if isinstance(others.get("indices"), AllTokens):
+        del others["indices"]
     unknown = sorted(name for name, given in others.items() if given is not None and name not in _HARMLESS)
     if unknown:
         raise CompileError(f"{where}: attention with {', '.join(unknown)} is not supported")
@@ -171,6 +180,8 @@ def _attention(
     if not isinstance(attention_mask, Mask):
         raise CompileError(f"{where}: attention with a mask of the model's own is not supported")
     kind, size = attention_mask.kind, attention_mask.reach
+    if kind == "bidirectional":
+        raise CompileError(f"{where}: attention to later tokens (no causal mask) is not supported")
     out = attend(
         query,
         key,

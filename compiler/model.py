@@ -31,17 +31,27 @@ def check_config(config: Any) -> None:
     Raises:
         CompileError: the architecture, a layer type or a rope type is not supported; the message names it.
     """
-    model_class(config)
-    if getattr(config, "is_encoder_decoder", False):
+    config = own_config(config)
+    if getattr(config, "is_encoder_decoder", False) and not getattr(config, "architectures", None):
         raise CompileError(f"{config.model_type}: encoder-decoder models are not supported; {_supported()}")
-    layers = set(getattr(config, "layer_types", None) or ()) | set(getattr(config, "layers_block_type", None) or ())
+    text = config.get_text_config()
+    layers = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     if recurrent := sorted(layers & RECURRENT_LAYERS):
-        raise CompileError(
-            f"{config.model_type}: layers with recurrent state ({', '.join(recurrent)}) are not supported"
-        )
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
+        raise CompileError(f"{config.model_type}: layers with recurrent state ({', '.join(recurrent)}) are not supported")
+    for kind in _rope_types(getattr(text, "rope_parameters", None)):
         if kind not in _ROPE_TYPES:
             raise CompileError(f"config.json: rope type {kind!r} is unknown; supported: {', '.join(_ROPE_TYPES)}")
+
+
+def own_config(config: Any) -> Any:
+    """The config that the model class takes: the text part, where a multimodal config names a text model.
+
+    Raises:
+        CompileError: there is no causal language model for it.
+    """
+    found: Any = model_class(config)
+    is_text_model = found.config_class is (getattr(config, "sub_configs", None) or {}).get("text_config")
+    return config.get_text_config() if is_text_model else config
 
 
 def model_class(config: Any) -> type[nn.Module]:
@@ -74,9 +84,9 @@ def build_model(
     Raises:
         CompileError: transformers can't build it.
     """
-    config = copy.deepcopy(config)
-    config.use_cache = False
     found: Any = model_class(config)
+    config = copy.deepcopy(own_config(config))
+    config.use_cache = False
     experts = hooks.NAME if attention == hooks.NAME else "eager"
     options = {"dtype": dtype, "experts_implementation": experts}
     try:

@@ -20,7 +20,7 @@ from llmc.compiler import hooks
 from llmc.compiler.buffers import recover_buffers
 from llmc.compiler.export import export
 from llmc.compiler.families.base import all_fixes
-from llmc.compiler.model import build_model, check_config
+from llmc.compiler.model import build_model, check_config, own_config
 from llmc.compiler.probe import name_expert_functions, replace_norms_and_activations
 from llmc.compiler.rope import freeze_ropes
 from llmc.compiler.row_check import check_rows
@@ -68,7 +68,7 @@ def trace(config: Any, *, max_seq_len: int) -> TracedProgram:
         model = build_model(_prepared(config), hooks.NAME, "meta")
         fix = all_fixes().get(type(model).__name__)
         if fix is not None:
-            fix.patch(model, stack)
+            fix.patch(model, max_seq_len)
         buffers = recover_buffers(model)
         notes = freeze_ropes(model, buffers, max_seq_len)
         name_expert_functions(model)
@@ -117,7 +117,7 @@ def _prepared(config: Any) -> Any:
     A window or chunk that is switched off (0 or null) doesn't stop the layers that ask for one, and
     ``apply_yarn_scaling: false``, which transformers ignores, keeps yarn's frequencies without its attention scale.
     """
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(own_config(config))
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         layer_types = getattr(part, "layer_types", None) or ()
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,13 +16,13 @@ from llmc import discover
 class Fix:
     """Makes one family traceable whose code the hooks don't reach. Most families need none.
 
-    ``patch`` replaces forwards on the modules of the model that is traced, never on classes; what it has to replace in
-    a module of transformers it enters on the stack, which is unwound after tracing.
+    ``patch`` is given the model that is to be traced, on the meta device, and the engine's longest sequence. It replaces
+    forwards on the modules of that model, never on classes or in modules of transformers.
     """
 
     architectures: tuple[str, ...]
     why: str
-    patch: Callable[[nn.Module, ExitStack], None]
+    patch: Callable[[nn.Module, int], None]
     tiny: Callable[[], Any]
     """Makes a small config of the family, for the fix's test."""
     reference: str = "eager"

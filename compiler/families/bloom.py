@@ -1,6 +1,5 @@
 """BLOOM."""
 
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from llmc.compiler.families.base import Fix, modules_of
 from llmc.compiler.hooks import attend
 
 
-def _patch(model: nn.Module, stack: ExitStack) -> None:
+def _patch(model: nn.Module, max_seq_len: int) -> None:
     for attention in modules_of(model, "BloomAttention"):
         attention.register_buffer("alibi_slopes", alibi.slopes(attention.num_heads), persistent=False)
         attention.forward = _forward(attention)

@@ -1,6 +1,5 @@
 """Falcon."""
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from llmc.compiler.families.base import Fix, modules_of
 from llmc.compiler.hooks import attend
 
 
-def _patch(model: nn.Module, stack: ExitStack) -> None:
+def _patch(model: nn.Module, max_seq_len: int) -> None:
     for attention in modules_of(model, "FalconAttention"):
         if attention.config.alibi:
             # Falcon adds ALiBi before the scores are scaled, and rounds the slopes to bfloat16.

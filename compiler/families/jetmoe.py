@@ -1,6 +1,5 @@
 """JetMoe."""
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from llmc.compiler.hooks import moe
 from llmc.compiler.probe import ExpertFunction, activation_name
 
 
-def _patch(model: nn.Module, stack: ExitStack) -> None:
+def _patch(model: nn.Module, max_seq_len: int) -> None:
     for block in modules_of(model, "JetMoeMoE"):
         block.forward = _mlp_forward(block)
     for block in modules_of(model, "JetMoeMoA"):

@@ -35,7 +35,8 @@ def random_model(config: Any, attention: str = "eager", seed: int = 0) -> Any:
             if p.dim() >= 2:
                 p.copy_(noise * (1.2 / math.sqrt(p.shape[-1])))
             else:
-                p.add_(noise * 0.15)
+                size = float(p.abs().mean())
+                p.add_(noise * 0.15 * (size if size > 0 else 1.0))
     return model
 
 
