@@ -1,50 +1,101 @@
-"""The reference against complex numbers, and what a rotation must keep."""
+"""Rotary embedding: the reference against complex rotations, the kernels' bits, and positions out of range."""
 
+import numpy as np
 import pytest
 import torch
 
+from llmc.plugins import kernels
 from llmc.plugins.rope.reference import pairing, reference
 
+ISAS = pytest.mark.parametrize("isa", kernels.isas())
+NAMES = ("half", "interleaved", "partial", "permuted", "scale")
 
-def inputs(name: str, size: int = 8, positions: int = 30) -> tuple[torch.Tensor, ...]:
-    index, sign, columns = pairing(name, size)
-    half = columns // 2
-    angles = torch.arange(positions)[:, None].double() * 10.0 ** (-torch.arange(half) / 4)
-    table = torch.cat((angles.cos(), angles.sin(), torch.ones(positions, columns - 2 * half)), 1)
-    return table, torch.from_numpy(index), torch.from_numpy(sign), angles
+
+def angles(size: int, positions: int) -> np.ndarray:
+    return np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, size, 2) / size)
+
+
+def cos_sin(size: int, positions: int) -> np.ndarray:
+    """The table of the half and interleaved pairings: cosines, then sines."""
+    angle = angles(size, positions)
+    return np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", ["half", "interleaved"])
-def test_is_a_product_of_complex_numbers(name: str) -> None:
-    table, index, sign, angles = inputs(name)
-    x = torch.randn(5, 2, 8, dtype=torch.float64)
-    ids = torch.tensor([0, 3, 29, 3, 1])
-    y = reference(x, ids, table, index, sign)
-    pairs = [(i, i + 4) for i in range(4)] if name == "half" else [(2 * i, 2 * i + 1) for i in range(4)]
-    for number, (a, b) in enumerate(pairs):
-        turned = torch.complex(x[..., a], x[..., b]) * torch.polar(
-            torch.ones(5, 1).double(), angles[ids, number : number + 1]
-        )
-        torch.testing.assert_close(torch.complex(y[..., a], y[..., b]), turned)
+def test_the_reference_turns_pairs_of_dims_as_complex_numbers(name: str) -> None:
+    size, heads = 16, 3
+    index, sign, _ = pairing(name, size)
+    x = np.random.default_rng(0).standard_normal((5, heads, size))
+    positions = np.array([0, 1, 7, 30, 2])
+    table = cos_sin(size, 31)
+    found = reference(*map(torch.from_numpy, (x, positions, table, index, sign))).numpy()
+    first, second = (slice(0, 8), slice(8, 16)) if name == "half" else (slice(0, 16, 2), slice(1, 16, 2))
+    turned = (x[..., first] + 1j * x[..., second]) * np.exp(1j * angles(size, 31)[positions])[:, None]
+    np.testing.assert_allclose(found[..., first], turned.real, 1e-6, 1e-6)
+    np.testing.assert_allclose(found[..., second], turned.imag, 1e-6, 1e-6)
 
 
-def test_scores_depend_on_the_distance_alone() -> None:
-    """Su et al. (2021), section 3.2: <R_m q, R_n k> is a function of m - n."""
-    table, index, sign, _ = inputs("half")
-    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+def test_scores_depend_on_distance_only() -> None:
+    size = 32
+    index, sign, _ = pairing("half", size)
+    q, k = np.random.default_rng(1).standard_normal((2, 1, 1, size)).astype(np.float32)
 
-    def score(m: int, n: int) -> float:
-        turned = [reference(x, torch.tensor([p]), table, index, sign) for x, p in ((q, m), (k, n))]
-        return float((turned[0] * turned[1]).sum())
+    def turned(x: np.ndarray, position: int) -> np.ndarray:
+        y = np.empty_like(x)
+        kernels.run_op("rope", [x, np.array([position], np.int32), cos_sin(size, 200), index, sign], [y])
+        return y.ravel()
 
-    assert score(7, 2) == pytest.approx(score(25, 20), abs=1e-12)
-    assert score(7, 2) != pytest.approx(score(8, 2), abs=1e-3)
+    scores = [float(turned(q, p + 5) @ turned(k, p)) for p in (0, 3, 60, 190)]
+    np.testing.assert_allclose(scores, scores[0], 1e-5, 1e-5)
 
 
-def test_a_single_term_and_position_zero_change_nothing() -> None:
-    table, index, sign, _ = inputs("partial")
-    x = torch.randn(2, 3, 8, dtype=torch.float64)
-    y = reference(x, torch.tensor([0, 9]), table, index, sign)
-    torch.testing.assert_close(y[0], x[0])
-    torch.testing.assert_close(y[1, :, 4:], x[1, :, 4:])
-    assert float((y - x)[1, :, :4].abs().max()) > 0.01
+@ISAS
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [2, 6, 20, 64, 80])
+def test_a_row_has_the_same_bits_in_any_batch(isa: str, name: str, size: int) -> None:
+    generator = np.random.default_rng(size)
+    index, sign, columns = pairing(name, size)
+    table = generator.standard_normal((50, columns), np.float32)
+    x = generator.standard_normal((90, 3, size), np.float32)
+    positions = generator.integers(0, 50, 90)
+    whole = np.empty_like(x)
+    kernels.run_op("rope", [x, positions, table, index, sign], [whole], isa=isa, threads=2)
+    given = map(torch.from_numpy, (x.astype(np.float64), positions, table, index, sign))
+    np.testing.assert_allclose(whole, reference(*given), 1e-6, 1e-6)
+    for row in (0, 44, 89):
+        alone = np.empty_like(x[:1])
+        inputs = [x[row : row + 1], positions[row : row + 1].astype(np.int32), table, index, sign]
+        kernels.run_op("rope", inputs, [alone], isa=isa)
+        np.testing.assert_array_equal(alone[0], whole[row])
+
+
+@ISAS
+def test_heads_may_be_slices_and_outputs_narrower(isa: str) -> None:
+    index, sign, columns = pairing("half", 16)
+    index, sign = np.ascontiguousarray(index[:, :12]), np.ascontiguousarray(sign[:, :12])
+    generator = np.random.default_rng(2)
+    table, merged = generator.standard_normal((9, columns), np.float32), generator.standard_normal((4, 100), np.float32)
+    x = np.lib.stride_tricks.as_strided(merged[:, 10:], (4, 3, 16), (400, 64, 4))
+    positions = np.arange(4, dtype=np.int32)
+    y = np.empty((4, 3, 12), np.float32)
+    kernels.run_op("rope", [x, positions, table, index, sign], [y], isa=isa)
+    given = map(torch.from_numpy, (x.copy(), positions, table, index, sign))
+    np.testing.assert_allclose(y, reference(*given), 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("position", [-1, 50])
+def test_positions_out_of_range_are_refused(position: int) -> None:
+    index, sign, columns = pairing("half", 8)
+    x, table = np.ones((2, 1, 8), np.float32), np.ones((50, columns), np.float32)
+    with pytest.raises(kernels.KernelError, match=rf"position {position} is beyond the 50 positions of the engine"):
+        kernels.run_op("rope", [x, np.array([3, position], np.int32), table, index, sign], [x.copy()])
+
+
+def test_indices_out_of_range_are_refused() -> None:
+    index, sign, columns = pairing("half", 8)
+    x, table = np.ones((1, 1, 8), np.float32), np.ones((50, columns), np.float32)
+    for row in range(4):
+        bad = index.copy()
+        bad[row, 3] = 8
+        with pytest.raises(kernels.KernelError, match="index points outside"):
+            kernels.run_op("rope", [x, np.zeros(1, np.int32), table, bad, sign], [x.copy()])
