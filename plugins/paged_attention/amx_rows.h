@@ -45,144 +45,201 @@ void multiply_tiles(const bf16* a, std::int64_t a_stride, std::int64_t steps, co
   if constexpr (kTwoRows && kTwoColumns) store_tile<3>(c1 + kTileRows * c_stride, c_stride * 4);
 }
 
+// Weights of R rows as in weights.h, but rounded to bf16 in `weights` [R][kTile], 32 positions at a time; the
+// polynomial is good for 3e-6, which bf16 does not tell apart, and all of it is in instructions that issue twice a
+// cycle.
+template <int R>
+LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
+                                float* top, float* total) {
+  const int first = begin / kTileDepth * kTileDepth, last = (end + kTileDepth - 1) / kTileDepth * kTileDepth;
+  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
+  f32x16 sum[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
+  const auto power = [](f32x16 x) -> f32x16 {  // 2^x = 2^(x - floor(x)) * 2^floor(x); scalef takes the floor itself
+    x = max(broadcast(-160.0f), x);
+    const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+    const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
+    return {_mm512_scalef_ps(p.v, x.v)};
+  };
+  for (int j = first; j < last; j += kTileDepth) {
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* place = scores + r * kTile + j;
+      const f32x16 a = power(fmadd(load(place), factor, least[r])),
+                   b = power(fmadd(load(place + kLanes), factor, least[r]));
+      sum[r] = sum[r] + a;
+      sum[r] = sum[r] + b;
+      _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
+}
+
 class AmxRows : public JobRows<bf16> {
  public:
-  static constexpr std::int64_t kMostRows = 128;
+  static constexpr std::int64_t kMostRows = 192;
 
   AmxRows(const Step& step, const JobSizes& sizes, std::byte* memory)
       : JobRows(step, sizes, memory),
         depth_((step.key_dim + kTileDepth - 1) / kTileDepth * kTileDepth),
         q_(take<bf16>(padded(sizes.rows) * depth_)),
-        scores_(take<float>(padded(sizes.rows) * kTile)),
-        weights_(take<bf16>(padded(sizes.rows) * kTile)),
+        scores_(take<float>(kGroup * kTile)),
+        weights_(take<bf16>(kGroup * kTile)),
         values_(take<bf16>(kTile * step.width)),
         rest_(depth_ != step.key_dim ? take<bf16>(kTileBlocks * kTileSize) : nullptr) {}
 
   void run(const Job& job) {
-    tiles_.configure(kTileRows, kTileRows);
     start(job);
-    std::memset(q_, 0, static_cast<std::size_t>(padded(rows_) * depth_) * sizeof(bf16));
-    std::memset(weights_ + rows_ * kTile, 0, static_cast<std::size_t>((padded(rows_) - rows_) * kTile) * sizeof(bf16));
     for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
+      std::memset(q_ + row * depth_, 0, static_cast<std::size_t>(depth_) * sizeof(bf16));
       convert_row(query, stride, step_.key_dim, q_ + row * depth_);
     });
-    walk(job, [&](std::int64_t tile, const TilePart& any, const Seen& seen) { attend(tile, any, seen); });
+    if (!walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;
+    order_values();
+    finish(job);
   }
 
  private:
-  void attend(std::int64_t tile, const TilePart& any, const Seen& seen) {
-    const bf16 *keys[kTileBlocks], *pages[kTileBlocks], *next[kTileBlocks], *unused;
+  // Rows that go through all steps of a tile before the next ones: what they use stays in the nearest cache.
+  static constexpr std::int64_t kGroup = 2 * kTileRows;
+
+  void attend(std::int64_t tile, const TilePart& any) {
+    const bf16 *keys[kTileBlocks], *pages[kTileBlocks], *next_keys[kTileBlocks], *next_pages[kTileBlocks];
     const int first = any.begin / kLanes, last = any.blocks_end();
     for (int b = 0; b < kTileBlocks; ++b) {
       find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
-      find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next[b], unused);
+      find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys[b], next_pages[b]);
     }
-    score(keys, first, last);
-    for (std::int64_t t = 0; t < tokens_; ++t) {  // what a row does not see has weight 0
-      if (parts_[t].begin == 0 && parts_[t].end == kTile) continue;
-      std::memset(weights_ + t * step_.group * kTile, 0, static_cast<std::size_t>(step_.group * kTile) * sizeof(bf16));
-    }
-    soften_rows(scores_, weights_, seen);
-    pair_values(pages, next, any);
-    weigh(seen);
-  }
-
-  // What rows first .. first + count - 1 see of the tile.
-  TilePart seen_by(std::int64_t first, std::int64_t count) const {
-    TilePart any;
-    const std::int64_t last = std::min(rows_, first + count) - 1;
-    for (std::int64_t t = first / step_.group; t <= last / step_.group; ++t) any.join(parts_[t]);
-    return any;
-  }
-
-  // f(row, two, part) for all rows, 32 of them at a time (two tiles) or 16.
-  template <class F>
-  void for_each_tile_rows(F&& f) const {
-    for (std::int64_t row = 0; row < rows_; row += 2 * kTileRows) {
-      const bool two = rows_ - row > kTileRows;
-      const TilePart part = seen_by(row, 2 * kTileRows);
-      if (part.begin < part.end) f(row, two, part);
+    if (step_.key_dim % kTileDepth != 0) copy_rest(keys, first, last);
+    pair_values(pages, next_keys, next_pages, any);
+    for (std::int64_t row = 0; row < rows_; row += kGroup) {
+      const std::int64_t count = std::min(kGroup, rows_ - row);
+      TilePart part;
+      for (std::int64_t t = row / step_.group; t <= (row + count - 1) / step_.group; ++t) part.join(parts_[t]);
+      if (part.begin >= part.end) continue;
+      tiles_.configure(static_cast<int>(std::min<std::int64_t>(count, kTileRows)),
+                       static_cast<int>(std::max<std::int64_t>(count - kTileRows, 0)));
+      const Seen seen = seen_in_tile(row);
+      score(row, count, keys, part);
+      soften_rows(row, count, seen);
+      weigh(count, part, seen);
+      settle(row, count);
     }
   }
 
-  void score(const bf16* const* keys, int first, int last) const {
-    const std::int64_t steps = step_.key_dim / kTileDepth, used = step_.key_dim % kTileDepth;
-    if (used != 0) {  // the page ends within a tile: what follows is not the key's
-      const std::int64_t size = (used + 1) / 2 * 2 * kLanes;
-      for (int b = first; b < last; ++b) {
-        bf16* rest = rest_ + b * kTileSize;
-        std::copy_n(keys[b] + steps * kTileSize, size, rest);
-        std::memset(rest + size, 0, static_cast<std::size_t>(kTileSize - size) * sizeof(bf16));
-      }
+  // Where a page's last dims fill no tile: what follows them is not the key's.
+  void copy_rest(const bf16* const* keys, int first, int last) const {
+    const std::int64_t whole = step_.key_dim / kTileDepth, size = (step_.key_dim % kTileDepth + 1) / 2 * 2 * kLanes;
+    for (int b = first; b < last; ++b) {
+      bf16* rest = rest_ + b * kTileSize;
+      std::copy_n(keys[b] + whole * kTileSize, size, rest);
+      std::memset(rest + size, 0, static_cast<std::size_t>(kTileSize - size) * sizeof(bf16));
     }
-    const auto rest_of = [&](int b) { return used != 0 ? rest_ + b * kTileSize : nullptr; };
-    for_each_tile_rows([&](std::int64_t row, bool two, const TilePart& part) {
-      const bf16* q = q_ + row * depth_;
-      const int end = part.blocks_end();
-      for (int b = part.begin / kLanes; b < end; b += 2) {
-        const bool pair = b + 1 < end;
-        const auto multiply = two ? (pair ? multiply_tiles<true, true> : multiply_tiles<true, false>)
-                                  : (pair ? multiply_tiles<false, true> : multiply_tiles<false, false>);
-        const int other = pair ? b + 1 : b;
-        float* out = scores_ + row * kTile + b * kLanes;
-        multiply(q, depth_, steps, keys[b], keys[other], kTileSize, rest_of(b), rest_of(other), out, out + kLanes,
-                 kTile);
-      }
-    });
   }
 
-  // The values of the tile as pairs of positions: [steps][width / 16][16 pairs][16 dims][2]. Positions that no row sees
-  // are 0, whatever stands there.
-  void pair_values(const bf16* const* pages, const bf16* const* next, const TilePart& any) const {
-    alignas(64) static constexpr std::uint16_t kLow[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,
-                                                           37, 6,  38, 7,  39, 8,  40, 9,  41, 10, 42,
-                                                           11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  // The values of the tile as pairs of positions: [steps][width / 16][16 pairs][16 dims][2]. Of 32 dims, the first 16
+  // are 0-3, 8-11, 16-19 and 24-27, as unpacking leaves them. Positions that no row sees are 0, whatever stands there.
+  void pair_values(const bf16* const* pages, const bf16* const* next_keys, const bf16* const* next_pages,
+                   const TilePart& any) const {
     const std::int64_t dims = step_.value_dim, blocks = step_.width / kLanes;
     const int first = any.begin / kTileDepth * kTileDepth, last = (any.end + kTileDepth - 1) / kTileDepth * kTileDepth;
     for (int j = first; j < last; j += 2) {
       const std::int64_t offset = j % kLanes * dims;
       const bf16* page = pages[j / kLanes] + offset;
-      const bf16* ahead = next[j / kLanes] + offset;
+      const bf16 *ahead = next_pages[j / kLanes] + offset, *ahead_keys = next_keys[j / kLanes] + offset;
       bf16* out = values_ + (j / kTileDepth * blocks * kTileRows + j % kTileDepth / 2) * kTileDepth;
       for (std::int64_t d = 0; d < dims; d += 32) {
         const std::int64_t left = dims - d;
         const __mmask32 mask = left >= 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
         const __m512i even = _mm512_maskz_loadu_epi16(sees(any, j) ? mask : 0, page + d);
         const __m512i odd = _mm512_maskz_loadu_epi16(sees(any, j + 1) ? mask : 0, page + dims + d);
-        __builtin_prefetch(ahead + d);
-        __builtin_prefetch(ahead + dims + d);
+        fetch(ahead + d);
+        fetch(ahead + dims + d);
+        fetch(ahead_keys + d);
+        fetch(ahead_keys + dims + d);
         bf16* place = out + d / kLanes * kTileSize;
-        _mm512_storeu_si512(place, _mm512_permutex2var_epi16(even, low, odd));
-        if (d + kLanes < step_.width)
-          _mm512_storeu_si512(place + kTileSize, _mm512_permutex2var_epi16(even, high, odd));
+        if (d + kLanes < step_.width) {
+          _mm512_storeu_si512(place, _mm512_unpacklo_epi16(even, odd));
+          _mm512_storeu_si512(place + kTileSize, _mm512_unpackhi_epi16(even, odd));
+        } else {  // a single block of 16 dims stays in order
+          const __m256i low = _mm256_unpacklo_epi16(_mm512_castsi512_si256(even), _mm512_castsi512_si256(odd));
+          const __m256i high = _mm256_unpackhi_epi16(_mm512_castsi512_si256(even), _mm512_castsi512_si256(odd));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), _mm256_permute2x128_si256(low, high, 0x20));
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(place + kLanes), _mm256_permute2x128_si256(low, high, 0x31));
+        }
       }
     }
   }
 
   static bool sees(const TilePart& any, int j) { return any.begin <= j && j < any.end; }
 
-  void weigh(const Seen& seen) const {
-    const std::int64_t blocks = step_.width / kLanes;
-    for_each_tile_rows([&](std::int64_t row, bool two, const TilePart& part) {
-      const int first = part.begin / kTileDepth, last = (part.end + kTileDepth - 1) / kTileDepth;
-      const bf16* weights = weights_ + row * kTile + first * kTileDepth;
-      for (std::int64_t d = 0; d < blocks; d += 2) {
-        const bool pair = d + 1 < blocks;
-        const auto multiply = two ? (pair ? multiply_tiles<true, true> : multiply_tiles<true, false>)
-                                  : (pair ? multiply_tiles<false, true> : multiply_tiles<false, false>);
-        const bf16* b = values_ + (first * blocks + d) * kTileSize;
-        float* out = seen.values + row * step_.width + d * kLanes;
-        multiply(weights, kTile, last - first, b, pair ? b + kTileSize : b, blocks * kTileSize, nullptr, nullptr, out,
-                 out + kLanes, step_.width);
+  // Undoes the order of dims that pair_values makes.
+  void order_values() const {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      float* values = seen_.values + row * step_.width;
+      for (std::int64_t d = 0; d + kLanes < step_.width; d += 2 * kLanes) {
+        const f32x16 a = load(values + d), b = load(values + d + kLanes);
+        store(values + d, f32x16{_mm512_permutex2var_ps(a.v, low, b.v)});
+        store(values + d + kLanes, f32x16{_mm512_permutex2var_ps(a.v, high, b.v)});
       }
-    });
+    }
+  }
+
+  // Products with one or two tiles of rows and of columns.
+  static auto product(std::int64_t count, bool pair) {
+    if (count > kTileRows) return pair ? multiply_tiles<true, true> : multiply_tiles<true, false>;
+    return pair ? multiply_tiles<false, true> : multiply_tiles<false, false>;
+  }
+
+  void score(std::int64_t row, std::int64_t count, const bf16* const* keys, const TilePart& part) const {
+    const std::int64_t steps = step_.key_dim / kTileDepth;
+    const auto rest_of = [&](int b) { return rest_ != nullptr ? rest_ + b * kTileSize : nullptr; };
+    const int end = part.blocks_end();
+    for (int b = part.begin / kLanes; b < end; b += 2) {
+      const bool pair = b + 1 < end;
+      const int other = pair ? b + 1 : b;
+      float* out = scores_ + b * kLanes;
+      product(count, pair)(q_ + row * depth_, depth_, steps, keys[b], keys[other], kTileSize, rest_of(b),
+                           rest_of(other), out, out + kLanes, kTile);
+    }
+  }
+
+  void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) const {
+    for_each_alike(first, first + count,
+                   [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
+                     const std::int64_t r = row - first;
+                     bf16* weights = weights_ + r * kTile;
+                     if (part.begin != 0 || part.end != kTile) {  // what a row does not see has weight 0
+                       std::memset(weights, 0, static_cast<std::size_t>(alike) * kTile * sizeof(bf16));
+                     }
+                     if (part.begin >= part.end) return;
+                     constexpr decltype(&soften_to_bf16<1>) run[] = {nullptr, soften_to_bf16<1>, soften_to_bf16<2>,
+                                                                     soften_to_bf16<3>, soften_to_bf16<4>};
+                     run[alike](scores_ + r * kTile, weights, part.begin, part.end, logit, distance, seen.largest + r,
+                                seen.sum + r);
+                   });
+  }
+
+  void weigh(std::int64_t count, const TilePart& part, const Seen& seen) const {
+    const std::int64_t blocks = step_.width / kLanes;
+    const int first = part.begin / kTileDepth, last = (part.end + kTileDepth - 1) / kTileDepth;
+    for (std::int64_t d = 0; d < blocks; d += 2) {
+      const bool pair = d + 1 < blocks;
+      const bf16* b = values_ + (first * blocks + d) * kTileSize;
+      float* out = seen.values + d * kLanes;
+      product(count, pair)(weights_ + first * kTileDepth, kTile, last - first, b, pair ? b + kTileSize : b,
+                           blocks * kTileSize, nullptr, nullptr, out, out + kLanes, step_.width);
+    }
   }
 
   const std::int64_t depth_;  // key_dim in whole tiles
   bf16* q_;                   // [rows][depth]
-  float* scores_;             // [rows][kTile]
-  bf16* weights_;             // [rows][kTile]
+  float* scores_;             // [kGroup][kTile]
+  bf16* weights_;             // [kGroup][kTile]
   bf16 *values_, *rest_;
   Tiles tiles_;
 };

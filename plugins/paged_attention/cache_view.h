@@ -65,6 +65,14 @@ LLMC_INLINE void convert_row(const float* x, std::int64_t stride, std::int64_t n
   }
 }
 
+LLMC_INLINE void copy_row(const float* x, std::int64_t stride, std::int64_t n, float* y) {
+  if (stride == 1) {
+    std::memcpy(y, x, static_cast<std::size_t>(n) * sizeof(float));
+  } else {
+    for (std::int64_t i = 0; i < n; ++i) y[i] = x[i * stride];
+  }
+}
+
 // Puts a key, converted, into lane `lane` of a page: single dims 16 apart, of bf16 pairs of dims.
 template <class T>
 LLMC_INLINE void put_key(const T* key, std::int64_t dims, T* page, int lane) {

@@ -60,22 +60,32 @@ class JobRows {
     if (job.branch) lay_out_branch(job.first_token);
   }
 
-  // Calls attend(tile, seen) for the job's tiles and writes the rows, or what the last job of a split adds up.
+  // Calls attend(tile, any) for the job's tiles, where any is what any of the rows sees of it. True if the rows are
+  // then complete: not if other jobs of a split still have to add their tiles.
   template <class F>
-  void walk(const Job& job, F&& attend) {
+  bool walk(const Job& job, F&& attend) {
+    split_ = job.split;
     for (std::int64_t tile = job.first_tile; tile < job.last_tile; ++tile) {
-      const Seen& seen = job.split != nullptr ? job.split->seen[tile - job.split->first_tile] : tile_;
       tile_start_ = tile * kTile;
-      clear(seen);
       const TilePart any = find_parts();
-      if (any.begin < any.end) attend(tile, any, seen);
-      if (job.split == nullptr) add_tile(seen_, seen, rows_, step_.width);
+      clear(seen_in_tile(0));
+      if (any.begin < any.end) attend(tile, any);
     }
-    if (job.split != nullptr) {
-      if (job.split->jobs_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      for (std::int64_t t = 0; t < job.split->tiles; ++t) add_tile(seen_, job.split->seen[t], rows_, step_.width);
-    }
-    finish(job);
+    if (split_ == nullptr) return true;
+    if (split_->jobs_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+    for (std::int64_t t = 0; t < split_->tiles; ++t) add_tile(seen_, split_->seen[t], rows_, step_.width);
+    return true;
+  }
+
+  // Where rows from `row` on leave what they see of the current tile; afterwards these rows are settled.
+  Seen seen_in_tile(std::int64_t row) const {
+    return behind(split_ != nullptr ? split_->seen[tile_start_ / kTile - split_->first_tile] : tile_, row);
+  }
+  void settle(std::int64_t row, std::int64_t count) {
+    if (split_ == nullptr) add_tile(behind(seen_, row), behind(tile_, row), count, step_.width);
+  }
+  Seen behind(const Seen& seen, std::int64_t row) const {
+    return {seen.largest + row, seen.sum + row, seen.values + row * step_.width};
   }
 
   // The query of a row of the job.
@@ -91,27 +101,20 @@ class JobRows {
     }
   }
 
-  // Scores [rows][kTile] to weights.
-  template <class W>
-  void soften_rows(float* scores, W* weights, const Seen& seen) const {
+  // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to four at a time of those that see the
+  // same.
+  template <class F>
+  void for_each_alike(std::int64_t first, std::int64_t last, F&& f) const {
     const std::int64_t group = step_.group;
-    for (std::int64_t row = 0; row < rows_;) {
+    const auto whole = [&](std::int64_t t) { return parts_[t].begin == 0 && parts_[t].end == kTile; };
+    for (std::int64_t row = first; row < last;) {
       const std::int64_t t = row / group;
-      const TilePart part = parts_[t];
-      // Rows of one token see the same; so do tokens that see the whole tile.
-      std::int64_t same = (t + 1) * group - row;
-      if (part.begin == 0 && part.end == kTile) {
-        for (std::int64_t u = t + 1; u < tokens_ && same < 4 && parts_[u].begin == 0 && parts_[u].end == kTile; ++u)
-          same += group;
-      }
+      std::int64_t end = (t + 1) * group;
+      while (whole(t) && end < std::min(row + 4, last) && whole(end / group)) end += group;
+      const std::int64_t alike = std::min(end, last) - row;
       const Logit logit = logit_of(row % group);
-      const std::int64_t count = !logit.plain() ? 1 : same >= 4 ? 4 : same >= 2 ? 2 : 1;
-      if (part.begin < part.end) {
-        const float distance = static_cast<float>(tile_start_ - (ranges_[t].end - 1));
-        const auto run = count == 4 ? soften<4, W> : count == 2 ? soften<2, W> : soften<1, W>;
-        run(scores + row * kTile, weights + row * kTile, part.begin, part.end, logit, distance, seen.largest + row,
-            seen.sum + row);
-      }
+      const int count = logit.plain() ? static_cast<int>(std::min<std::int64_t>(alike, 4)) : 1;
+      f(row, count, parts_[t], logit, static_cast<float>(tile_start_ - (ranges_[t].end - 1)));
       row += count;
     }
   }
@@ -131,8 +134,32 @@ class JobRows {
     return static_cast<int>(std::clamp<std::int64_t>(position - tile_start_, 0, kTile));
   }
 
+  // Divides by the sums, sinks included.
+  void finish(const Job& job) {
+    const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
+    for (std::int64_t row = 0; row < rows_; ++row) {
+      const std::int64_t head = kv_head_ * step_.group + row % step_.group;
+      float sum = seen_.sum[row], factor = 1;
+      if (sinks) {
+        const float sink = sinks.as<const float>()[head * sinks.stride[0]] * kLog2e;
+        const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
+        alignas(64) float weight[16] = {seen_.largest[row] - largest, sink - largest};
+        store(weight, power_of_two(load(weight)));
+        sum = sum * weight[0] + weight[1];
+        factor = weight[0];
+      }
+      factor /= sum;
+      const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
+      float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
+      for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
+        const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
+        store(out + d, load(seen_.values + row * step_.width + d) * factor, lanes);
+      }
+    }
+  }
+
  private:
-  void clear(const Seen& seen) const {
+  void clear(const Seen& seen) const {  // but for the values
     std::fill_n(seen.largest, padded(rows_), kNothing);
     std::fill_n(seen.sum, padded(rows_), 0.0f);
   }
@@ -178,30 +205,6 @@ class JobRows {
     std::copy_n(value, step_.value_dim, branch_values_ + (page * kLanes + to % kLanes) * step_.value_dim);
   }
 
-  // Divides by the sums, sinks included.
-  void finish(const Job& job) {
-    const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      const std::int64_t head = kv_head_ * step_.group + row % step_.group;
-      float sum = seen_.sum[row], factor = 1;
-      if (sinks) {
-        const float sink = sinks.as<const float>()[head * sinks.stride[0]] * kLog2e;
-        const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
-        alignas(64) float weight[16] = {seen_.largest[row] - largest, sink - largest};
-        store(weight, power_of_two(load(weight)));
-        sum = sum * weight[0] + weight[1];
-        factor = weight[0];
-      }
-      factor /= sum;
-      const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
-      float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
-      for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
-        const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
-        store(out + d, load(seen_.values + row * step_.width + d) * factor, lanes);
-      }
-    }
-  }
-
  protected:
   const Step& step_;
   const CacheView<T> cache_;
@@ -212,6 +215,7 @@ class JobRows {
 
  protected:
   Seen tile_, seen_;
+  Split* split_ = nullptr;
   Range* ranges_;    // of the job's tokens
   TilePart* parts_;  // of the same in the current tile
   T *branch_keys_, *branch_values_;

@@ -35,7 +35,6 @@ LLMC_INLINE void load_split(const bf16* p, f32x16& even, f32x16& odd) {
 
 // Few rows (decode) wait for memory: while they use one page they fetch the one that comes next.
 constexpr bool fetches_ahead(int rows) { return rows <= 4; }
-LLMC_INLINE void fetch(const void* p) { __builtin_prefetch(p); }
 
 // scores[r][16 b ..] = q[r] . keys of block b, for R rows and B blocks. q is [R][dims], scores [R][kTile]. ahead: B
 // pages that are read next.

@@ -34,16 +34,17 @@ class VectorRows : public JobRows<T> {
   void run(const Job& job) {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
-      for (std::int64_t d = 0; d < step_.key_dim; ++d) q_[row * step_.key_dim + d] = query[d * stride];
+      copy_row(query, stride, step_.key_dim, q_ + row * step_.key_dim);
     });
-    this->walk(job, [&](std::int64_t tile, const TilePart& any, const Seen& seen) { attend(tile, any, seen); });
+    if (this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
   }
 
  private:
   static constexpr bool kConverts = !std::is_same_v<T, float>;
 
-  void attend(std::int64_t tile, const TilePart& any, const Seen& seen) {
+  void attend(std::int64_t tile, const TilePart& any) {
     find_blocks();
+    const Seen seen = this->seen_in_tile(0);
     std::fill_n(seen.values, rows_ * step_.width, 0.0f);
     const T *keys[kTileBlocks], *pages[kTileBlocks], *next[kTileBlocks], *unused;
     const int first = any.begin / kLanes, last = any.blocks_end();
@@ -54,8 +55,9 @@ class VectorRows : public JobRows<T> {
     const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
     if (!kConverts || rows_ <= kDirectRows) {
       for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
-      this->soften_rows(scores_, scores_, seen);
+      soften_rows(seen);
       weigh(pages, next, step_.value_dim, seen);
+      this->settle(0, rows_);
       return;
     }
     const float *keys32[kTileBlocks], *values32[kTileBlocks];
@@ -68,9 +70,10 @@ class VectorRows : public JobRows<T> {
       for (int i = begin; i < end; ++i) convert_keys(keys[i], pages[i], keys32_ + (i - b) * kLanes * step_.key_dim);
       score(keys32, keys32, begin, end);
     }
-    this->soften_rows(scores_, scores_, seen);
+    soften_rows(seen);
     for (int b = first; b < last; ++b) convert_values(pages[b], next[b], values32_ + b * kLanes * step_.width);
     weigh(values32, values32, step_.width, seen);
+    this->settle(0, rows_);
   }
 
   // The rows in blocks that are as even as possible: 8 rows are 4 and 4.
@@ -125,6 +128,15 @@ class VectorRows : public JobRows<T> {
       RowKernels<U>::score[block.rows](q_ + block.row * step_.key_dim, step_.key_dim, keys, ahead, begin, end,
                                        scores_ + block.row * kTile);
     }
+  }
+
+  void soften_rows(const Seen& seen) const {
+    this->for_each_alike(
+        0, rows_, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
+          if (part.begin >= part.end) return;
+          constexpr decltype(&soften<1>) run[] = {nullptr, soften<1>, soften<2>, soften<3>, soften<4>};
+          run[count](scores_ + row * kTile, part.begin, part.end, logit, distance, seen.largest + row, seen.sum + row);
+        });
   }
 
   template <class U>

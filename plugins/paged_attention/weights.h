@@ -16,6 +16,8 @@ constexpr int kTile = 128;
 constexpr int kLanes = 16;
 constexpr int kTileBlocks = kTile / kLanes;
 
+LLMC_INLINE void fetch(const void* p) { __builtin_prefetch(p); }
+
 constexpr float kLog2e = 1.44269504f;
 
 // 2^x for x <= 0, within 2e-7; 0 below -150, 1 at 0. Weights are powers of two of logits times log2(e): 12 operations
@@ -49,20 +51,19 @@ LLMC_INLINE f32x16 logit_of_scores(f32x16 scores, const Logit& logit, float dist
   return x * kLog2e;
 }
 
-// Turns the scores of R rows [R][kTile] into weights of the same shape, in place or elsewhere: powers relative to the
-// row's largest logit. All of them see the positions begin .. end - 1; distance is that of the tile's position 0 from
-// their own, j - i. Plain scores are scaled on the way, others beforehand. Several rows at a time hide what a row waits
-// for.
-template <int R, class W>
-LLMC_INLINE void soften(float* scores, W* weights, int begin, int end, const Logit& logit, float distance, float* top,
-                        float* total) {
+// Replaces the scores of R rows [R][kTile] by logits where these are no plain multiples, and those of invisible
+// positions by -inf. All rows see the positions begin .. end - 1; first and last are those bounds in whole vectors or
+// more. distance is that of the tile's position 0 from the rows' own, j - i. Gives each row's largest logit, and
+// returns what scores are still to be multiplied with.
+template <int R>
+LLMC_INLINE float find_largest(float* scores, int begin, int end, int first, int last, const Logit& logit,
+                               float distance, float* top) {
   const f32x16 absent = broadcast(kNothing);
-  const int first = begin / kLanes * kLanes;
   const bool plain = logit.plain();
-  f32x16 largest[R], sum[R], least[R];
+  f32x16 largest[R];
   LLMC_UNROLL
-  for (int r = 0; r < R; ++r) largest[r] = absent, sum[r] = zero();
-  for (int j = first; j < end; j += kLanes) {
+  for (int r = 0; r < R; ++r) largest[r] = absent;
+  for (int j = first; j < last; j += kLanes) {
     const bool partial = j < begin || j + kLanes > end;
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -75,18 +76,27 @@ LLMC_INLINE void soften(float* scores, W* weights, int begin, int end, const Log
     }
   }
   const float scale = plain ? logit.scale * kLog2e : 1.0f;
-  const f32x16 factor = broadcast(scale);
   LLMC_UNROLL
-  for (int r = 0; r < R; ++r) {
-    top[r] = reduce_max(largest[r]) * scale;
-    least[r] = broadcast(-top[r]);
-  }
+  for (int r = 0; r < R; ++r) top[r] = reduce_max(largest[r]) * scale;
+  return scale;
+}
+
+// Turns the scores of R rows into weights: powers relative to the largest logit, and their sums. Several rows at a time
+// hide what one row waits for.
+template <int R>
+LLMC_INLINE void soften(float* scores, int begin, int end, const Logit& logit, float distance, float* top,
+                        float* total) {
+  const int first = begin / kLanes * kLanes;
+  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, end, logit, distance, top));
+  f32x16 sum[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
   for (int j = first; j < end; j += kLanes) {
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
       const f32x16 weight = power_of_two(fmadd(load(scores + r * kTile + j), factor, least[r]));
       sum[r] = sum[r] + weight;
-      store(weights + r * kTile + j, weight);
+      store(scores + r * kTile + j, weight);
     }
   }
   LLMC_UNROLL

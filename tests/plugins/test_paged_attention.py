@@ -117,14 +117,18 @@ def oracle(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [Shape(9, 3, 64, 64), Shape(4, 4, 7, 5), Shape(7, 1, 40, 24), Shape(2, 2, 96, 64)], ids=str
+    "shape", [Shape(9, 3, 64, 64), Shape(4, 4, 7, 5), Shape(7, 1, 40, 24), Shape(2, 2, 96, 80)], ids=str
 )
 def test_rounded_keys_and_values_are_what_is_read(shape: Shape, dtype: str, isa: str) -> None:
     rng = np.random.default_rng(0)
     s = sequence(rng, shape, 150)
     cache = Cache(shape, dtype, [150])
     found = np.concatenate([cache.step([(0, s, 0, 145)], isa=isa, threads=2), cache.step([(0, s, 145, 150)], isa=isa)])
-    np.testing.assert_allclose(found, oracle(s, dtype), 1e-5, 1e-5)
+    if (dtype, isa) == ("bfloat16", "amx"):  # rounds queries and weights as well
+        s.q = s.q.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_allclose(found, oracle(s, dtype), 0, 6e-3)
+    else:
+        np.testing.assert_allclose(found, oracle(s, dtype), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("isa", ISAS)
