@@ -1,5 +1,7 @@
 """Reads the coefficients of a rotary embedding off the numbers that it computes."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -44,21 +46,42 @@ def find_rope(rotate: Rotation, heads: int, size: int, positions: Tensor, count:
 
     1. Each output is a sum of at most two scaled inputs of its own head, and all heads are alike.
     2. The coefficients at a position are the same whatever other positions are there.
+
+    Memory is that of the table, and a little for a range of positions at a time.
     """
-    sources = _pair_of_inputs(rotate, heads, size, positions)
-    if sources is None:
+    form = _form(rotate, heads, size, positions)
+    if form is None:
         return None
-    first, second = sources
-    coefficients = _coefficients(rotate, heads, size, first, second, count)
-    rope = _compact(*coefficients, first, second)
+    rope = _fill(form, rotate, heads, size, count) or _fill(form.unshared(), rotate, heads, size, count)
+    assert rope is not None, "columns that are not shared always fit"
     few = positions[: (len(positions) + 1) // 2]
-    if not all(explains(rope, rotate, heads, size, some) for some in (positions, few)):
-        return None
-    return rope
+    return rope if all(explains(rope, rotate, heads, size, some) for some in (positions, few)) else None
 
 
-def _pair_of_inputs(rotate: Rotation, heads: int, size: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The two inputs [Do] that each output reads, the same twice if it reads one; the first has the cosine."""
+@dataclass(frozen=True)
+class _Form:
+    """Which inputs an output reads, and which columns of coefficients are taken to be equal up to their sign."""
+
+    first: Tensor
+    second: Tensor
+    """[Do] inputs; the same twice where only one is read."""
+    column: Tensor
+    """[2, Do] for each term, its column of the table."""
+    sign: Tensor
+    """[2, Do]"""
+    kept: Tensor
+    """[U] for each column, the term that it is taken from, as an index into [2 * Do]."""
+
+    def unshared(self) -> _Form:
+        """With a column for each term."""
+        terms = torch.arange(2 * len(self.first))
+        sign = torch.ones_like(self.sign)
+        sign[1, self.first == self.second] = 0
+        return _Form(self.first, self.second, terms.reshape(2, -1), sign, terms)
+
+
+def _form(rotate: Rotation, heads: int, size: int, positions: Tensor) -> _Form | None:
+    """Read it off the numbers at a few positions."""
     columns = []
     for i in range(size):
         x = torch.zeros(len(positions), heads, size)
@@ -75,16 +98,38 @@ def _pair_of_inputs(rotate: Rotation, heads: int, size: int, positions: Tensor) 
     # At position 0 the sine is 0. An input that is read counts more than one that isn't, whatever its size.
     weight = read * (1 + matrix[0].abs() / matrix[0].abs().max().clamp_min(1e-30))
     order = weight.sort(dim=1, descending=True, stable=True).indices
-    return order[:, 0], torch.where(terms == 2, order[:, 1], order[:, 0])
-
-
-def _coefficients(
-    rotate: Rotation, heads: int, size: int, first: Tensor, second: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """Factors [count, Do] of both inputs; 0 for the second where it is the first."""
-    colours = _colours(first.tolist(), second.tolist(), size)
+    first, second = order[:, 0], torch.where(terms == 2, order[:, 1], order[:, 0])
     outputs = torch.arange(len(first))
-    factors = [torch.empty(count, len(first)), torch.zeros(count, len(first))]
+    return _share(matrix[:, outputs, first], matrix[:, outputs, second], first, second)
+
+
+def _share(factor: Tensor, other: Tensor, first: Tensor, second: Tensor) -> _Form:
+    """Columns that are equal up to their sign become one."""
+    known: dict[bytes, int] = {}
+    kept: list[int] = []
+    column, sign = torch.zeros(2, len(first), dtype=torch.long), torch.zeros(2, len(first))
+    for term, factors in enumerate((factor, other)):
+        for i in range(len(first)):
+            if term and first[i] == second[i]:
+                column[1, i] = column[0, i]
+                continue
+            nonzero = factors[:, i][factors[:, i] != 0]
+            sign[term, i] = -1.0 if nonzero[0] < 0 else 1.0
+            key = (factors[:, i] * sign[term, i] + 0.0).numpy().tobytes()  # + 0.0: no negative zeros
+            if key not in known:
+                known[key] = len(kept)
+                kept.append(term * len(first) + i)
+            column[term, i] = known[key]
+    return _Form(first, second, column, sign, torch.tensor(kept))
+
+
+def _fill(form: _Form, rotate: Rotation, heads: int, size: int, count: int) -> Rope | None:
+    """The rope with all positions; None where columns that should be equal are not."""
+    first, second, outputs = form.first, form.second, torch.arange(len(form.first))
+    single = first == second
+    colours = _colours(first.tolist(), second.tolist(), size)
+    kept_sign = form.sign.reshape(-1)[form.kept]
+    table = torch.empty(count, len(form.kept))
     step = max(1, MAX_ELEMENTS // (heads * size))
     for start in range(0, count, step):
         positions = torch.arange(start, min(count, start + step))
@@ -93,10 +138,14 @@ def _coefficients(
             x = (colours == colour).float().expand(len(positions), heads, size).contiguous()
             probes.append(rotate(x, positions)[:, 0])
         found = torch.stack(probes)  # [colours, positions, Do]
-        rows = slice(start, start + len(positions))
-        factors[0][rows] = found[colours[first], :, outputs].T
-        factors[1][rows] = torch.where(first == second, torch.zeros(()), found[colours[second], :, outputs].T)
-    return factors[0], factors[1]
+        other = torch.where(single, torch.zeros(()), found[colours[second], :, outputs].T)
+        factors = torch.cat((found[colours[first], :, outputs].T, other), 1)
+        rows = factors[:, form.kept] * kept_sign + 0.0
+        if not torch.equal(rows[:, form.column.reshape(-1)] * form.sign.reshape(-1), factors):
+            return None
+        table[start : start + len(positions)] = rows
+    index = torch.stack((first, form.column[0], second, form.column[1])).int()
+    return Rope(table, index, form.sign)
 
 
 def _colours(first: list[int], second: list[int], size: int) -> Tensor:
@@ -111,30 +160,6 @@ def _colours(first: list[int], second: list[int], size: int) -> Tensor:
         taken = {colours[j] for j in neighbours[i]}
         colours[i] = next(c for c in range(size) if c not in taken)
     return torch.tensor(colours)
-
-
-def _compact(factor: Tensor, other: Tensor, first: Tensor, second: Tensor) -> Rope:
-    """Columns that are equal up to the sign are kept once."""
-    single = first == second
-    columns: list[Tensor] = []
-    known: dict[bytes, int] = {}
-    index, sign = torch.empty(4, len(first), dtype=torch.int32), torch.zeros(2, len(first))
-    for term, (factors, source) in enumerate(((factor, first), (other, second))):
-        index[2 * term] = source
-        for i in range(len(first)):
-            if term and single[i]:
-                index[3, i] = index[1, i]
-                continue
-            column = factors[:, i]
-            nonzero = column[column != 0]
-            sign[term, i] = -1.0 if len(nonzero) and nonzero[0] < 0 else 1.0
-            column = (column * sign[term, i] + 0.0).contiguous()  # + 0.0: no negative zeros
-            key = column.numpy().tobytes()
-            if key not in known:
-                known[key] = len(columns)
-                columns.append(column)
-            index[2 * term + 1, i] = known[key]
-    return Rope(torch.stack(columns, 1).contiguous(), index, sign)
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:

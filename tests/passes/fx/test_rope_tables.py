@@ -57,6 +57,18 @@ def test_a_chain_of_inputs_takes_three_probes() -> None:
     assert rope.table.shape == (COUNT, 2)
 
 
+def test_columns_that_differ_between_the_samples_are_kept_apart() -> None:
+    def almost(x: Tensor, positions: Tensor) -> Tensor:  # both halves are scaled alike but at position 4
+        return x * torch.where(
+            (positions[:, None, None] == 4) & (torch.arange(8) > 3), 7.0, 1.0 + positions[:, None, None]
+        )
+
+    assert 4 not in sample_positions(COUNT)
+    rope = find_rope(almost, HEADS, SIZE, sample_positions(COUNT), COUNT)
+    assert rope is not None
+    assert explains(rope, almost, HEADS, SIZE, torch.arange(COUNT))
+
+
 @pytest.mark.parametrize(
     "rotate",
     [
