@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 from typing import Any
 from unittest import mock
 
@@ -30,7 +32,9 @@ def export(model: nn.Module, max_seq_len: int) -> fx.GraphModule:
     rows = torch.zeros(3, dtype=torch.long)
     auto = torch.export.Dim.AUTO
     try:
-        with torch.no_grad(), mock.patch.object(FakeTensorMode, "from_tensor", _fake_on_cpu):
+        # torch prints a graph that it could not finish; the error says what matters
+        quiet = contextlib.redirect_stderr(io.StringIO())
+        with quiet, torch.no_grad(), mock.patch.object(FakeTensorMode, "from_tensor", _fake_on_cpu):
             program = torch.export.export(
                 wrapped,
                 (ids, torch.zeros_like(ids), rows),

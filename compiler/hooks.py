@@ -36,7 +36,7 @@ _MASKS = {
 }
 _HARMLESS = frozenset(
     ("position_ids", "output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "cache_position")
-) | {"position_embeddings", "dropout", "training", "deterministic", "num_items_in_batch"}
+) | {"position_embeddings", "dropout", "training", "deterministic", "num_items_in_batch", "logits_to_keep"}
 
 
 @contextmanager
@@ -195,7 +195,7 @@ def _attention(
     return out, None
 
 
-def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts hook, for every class that has ``use_experts_implementation``."""
     found = expert_function(self)
     gate_up = self.gate_up_proj if self.has_gate else self.up_proj
@@ -203,17 +203,17 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     if self.has_bias:
         gate_up_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         down_bias = self.down_proj_bias
-    weights = (gate_up, self.down_proj)
+    down = self.down_proj
     if self.is_transposed:
-        weights = tuple(w.transpose(1, 2) for w in weights)
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     top_k = top_k_index.shape[-1]
     ids, scores = top_k_index.reshape(-1, top_k), top_k_weights.reshape(-1, top_k)
     if not getattr(self, "has_post_expert_norm", False):
-        return moe(x, ids, scores, *weights, found, gate_up_bias, down_bias).reshape(hidden_states.shape)
+        return moe(x, ids, scores, gate_up, down, found, gate_up_bias, down_bias).reshape(hidden_states.shape)
     # A norm of each expert's output: one choice at a time, weighted after the norm.
     y = torch.zeros_like(x)
     for one_id, score in zip(ids.split(1, 1), scores.split(1, 1), strict=True):
-        one = moe(x, one_id, torch.ones_like(score), *weights, found, gate_up_bias, down_bias)
+        one = moe(x, one_id, torch.ones_like(score), gate_up, down, found, gate_up_bias, down_bias)
         y = y + self.post_expert_norm(one) * score
     return y.reshape(hidden_states.shape)

@@ -37,7 +37,9 @@ def check_config(config: Any) -> None:
     text = config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
     if recurrent := sorted(layers & RECURRENT_LAYERS):
-        raise CompileError(f"{config.model_type}: layers with recurrent state ({', '.join(recurrent)}) are not supported")
+        raise CompileError(
+            f"{config.model_type}: layers with recurrent state ({', '.join(recurrent)}) are not supported"
+        )
     for kind in _rope_types(getattr(text, "rope_parameters", None)):
         if kind not in _ROPE_TYPES:
             raise CompileError(f"config.json: rope type {kind!r} is unknown; supported: {', '.join(_ROPE_TYPES)}")

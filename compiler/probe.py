@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,7 +87,8 @@ def replace_norms_and_activations(model: nn.Module) -> None:
 
 def name_expert_functions(model: nn.Module) -> None:
     """Recognise what every experts module computes between its two products; the experts hook asks for it."""
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "has_gate") and hasattr(module, "_apply_gate"):
             module._llmc_function = _expert_function_of(module)
 
@@ -205,10 +206,9 @@ def _row_shapes(module: nn.Module, weight: Tensor | None) -> Iterator[tuple[int,
         return
     for name in ("normalized_shape", "hidden_size", "dim"):
         size = getattr(module, name, None)
-        if isinstance(size, int) or (
-            isinstance(size, tuple | list | torch.Size) and all(isinstance(s, int) for s in size)
-        ):
-            yield (size,) if isinstance(size, int) else tuple(size)
+        shape = tuple(size) if isinstance(size, tuple | list) else (size,)
+        if all(isinstance(s, int) and s > 0 for s in shape):
+            yield shape
     yield (16,)
 
 

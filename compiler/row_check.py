@@ -68,6 +68,9 @@ _ROW_BY_ROW = frozenset(
             "bernoulli",
         ),
         *(
+            "__or__",
+            "__and__",
+            "__xor__",
             "triu",
             "tril",
             "multiply",
@@ -150,7 +153,7 @@ class _Checker:
             raise _error(node, "is an op of which it is not known whether it keeps tokens apart")
 
     def _check_sizes(self, node: fx.Node, value: torch.Tensor) -> None:
-        dynamic = [size for size in value.shape if is_dynamic(size)]
+        dynamic: list[Any] = [size for size in value.shape if is_dynamic(size)]
         for size in dynamic:
             if strange := size.node.expr.free_symbols - self._known_symbols:
                 raise _error(node, f"has a size that depends on data ({', '.join(map(str, strange))})")
@@ -160,7 +163,8 @@ class _Checker:
     def _axis(self, node: fx.Node) -> int | None:
         """The axis whose size depends on T."""
         for value in _tensors(node):
-            for axis, size in enumerate(value.shape):
+            sizes: tuple[Any, ...] = tuple(value.shape)
+            for axis, size in enumerate(sizes):
                 if is_dynamic(size) and self._symbol in size.node.expr.free_symbols:
                     return axis
         return None
@@ -235,6 +239,13 @@ class _Checker:
         if axis is not None and axis < len(indices) and indices[axis] not in (None, self._rows):
             raise _error(node, "picks tokens of the step")
 
+    def _gather(self, node: fx.Node) -> None:
+        """A lookup is as good as its table: the index may hold one entry a token."""
+        source, dim = node.args[:2]
+        assert isinstance(source, fx.Node) and isinstance(dim, int), f"{node} indexes {source}"
+        if self._axis(source) is not None and self._axis(source) == dim % _rank(source):
+            raise _error(node, "picks tokens of the step")
+
     def _index_select(self, node: fx.Node) -> None:
         source, dim, index = node.args[:3]
         assert isinstance(source, fx.Node) and isinstance(dim, int), f"{node} indexes {source}"
@@ -263,6 +274,7 @@ _SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
     "aten.repeat_interleave": _Checker._repeat_interleave,
     "aten.index": _Checker._index,
     "aten.index_put": _Checker._index,
+    "aten.gather": _Checker._gather,
     "aten.index_select": _Checker._index_select,
     "aten.constant_pad_nd": _Checker._pad,
     "aten.pad": _Checker._pad,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +19,11 @@ from llmc.compiler import hooks
 from llmc.compiler.buffers import recover_buffers
 from llmc.compiler.export import export
 from llmc.compiler.families.base import all_fixes
-from llmc.compiler.model import build_model, check_config, own_config
+from llmc.compiler.model import build_model, check_config, model_class
 from llmc.compiler.probe import name_expert_functions, replace_norms_and_activations
 from llmc.compiler.rope import freeze_ropes
 from llmc.compiler.row_check import check_rows
-from llmc.errors import CompileError
+from llmc.errors import CompileError, LlmcError
 from llmc.passes.fx.base import MAX_SEQ_LEN
 from llmc.passes.fx.clean_up import CleanUp
 from llmc.passes.fx.functionalize import Functionalize
@@ -62,9 +61,18 @@ def trace(config: Any, *, max_seq_len: int) -> TracedProgram:
         CompileError: the model, or something that it does, is not supported; the message names it.
     """
     check_config(config)
-    with ExitStack() as stack, warnings.catch_warnings():
+    name = model_class(config).__name__
+    try:
+        return _trace(config, max_seq_len)
+    except LlmcError:
+        raise
+    except Exception as problem:  # code of transformers ran, on a path that its authors may not have seen
+        raise CompileError(f"{name}: can't be traced ({type(problem).__name__}: {problem})") from problem
+
+
+def _trace(config: Any, max_seq_len: int) -> TracedProgram:
+    with hooks.installed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        stack.enter_context(hooks.installed())
         model = build_model(_prepared(config), hooks.NAME, "meta")
         fix = all_fixes().get(type(model).__name__)
         if fix is not None:
@@ -117,7 +125,7 @@ def _prepared(config: Any) -> Any:
     A window or chunk that is switched off (0 or null) doesn't stop the layers that ask for one, and
     ``apply_yarn_scaling: false``, which transformers ignores, keeps yarn's frequencies without its attention scale.
     """
-    config = copy.deepcopy(own_config(config))
+    config = copy.deepcopy(config)
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         layer_types = getattr(part, "layer_types", None) or ()
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):

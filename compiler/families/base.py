@@ -16,8 +16,8 @@ from llmc import discover
 class Fix:
     """Makes one family traceable whose code the hooks don't reach. Most families need none.
 
-    ``patch`` is given the model that is to be traced, on the meta device, and the engine's longest sequence. It replaces
-    forwards on the modules of that model, never on classes or in modules of transformers.
+    ``patch`` is given the model that is to be traced, on the meta device, and the engine's longest sequence. It
+    replaces forwards on the modules of that model, never on classes or in modules of transformers.
     """
 
     architectures: tuple[str, ...]

@@ -12,7 +12,7 @@ from llmc.compiler.families.base import Fix, modules_of
 from llmc.compiler.hooks import attend
 
 
-def _patch(model: nn.Module, max_seq_len: int) -> None:
+def _patch(model: Any, max_seq_len: int) -> None:
     for attention in modules_of(model, "FalconAttention"):
         if attention.config.alibi:
             # Falcon adds ALiBi before the scores are scaled, and rounds the slopes to bfloat16.
@@ -22,8 +22,14 @@ def _patch(model: nn.Module, max_seq_len: int) -> None:
     if model.config.alibi:
         # The model would merge ALiBi into the mask, which it takes for a tensor.
         model.transformer.use_alibi = False
-        model.transformer.rotary_emb = nn.Identity()
-        model.transformer.rotary_emb.forward = lambda hidden_states, position_ids: None
+        model.transformer.rotary_emb = _NoRope()
+
+
+class _NoRope(nn.Module):
+    """In the place of a rotary embedding that ALiBi does without."""
+
+    def forward(self, hidden_states: Tensor, position_ids: Tensor) -> None:
+        """Nothing."""
 
 
 def _forward(attention: Any) -> Any:
@@ -50,7 +56,7 @@ def _heads(attention: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = attention.num_kv_heads
     group = attention.num_heads // kv_heads
     grouped = fused.view(batch, tokens, kv_heads, group + 2, attention.head_dim)
-    q, k, v = grouped.split([group, 1, 1], 3)
+    q, k, v = torch.split(grouped, [group, 1, 1], 3)
     return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
 
 

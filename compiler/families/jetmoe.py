@@ -34,7 +34,8 @@ def _mlp_forward(block: Any) -> Any:
         y = moe(
             x, ids, weights, block.input_linear.weight, block.output_linear.weight, ExpertFunction.of(function, block)
         )
-        return (y + block.bias).view(layer_input.shape)
+        result: Tensor = (y + block.bias).view(layer_input.shape)
+        return result
 
     return forward
 
@@ -64,7 +65,8 @@ def _reduce(block: Any) -> Any:
         chosen_by = (ids[:, None, :] == places[None, :, None]).to(weighted.dtype)
         rows = torch.matmul(chosen_by, weighted).view(-1, block.num_experts * block.hidden_size)
         weight = block.output_linear.weight.transpose(0, 1).reshape(block.input_size, -1)
-        return (nn.functional.linear(rows, weight) + block.bias).view(batch, tokens, block.input_size)
+        result: Tensor = (nn.functional.linear(rows, weight) + block.bias).view(batch, tokens, block.input_size)
+        return result
 
     return forward
 

@@ -23,7 +23,8 @@ def _forward(experts: Any) -> Any:
         """Experts from ``routed`` on hand their input on; llmc::moe leaves them out."""
         kept = (top_k_weights * (top_k_index >= routed)).sum(-1, keepdim=True)
         weights = (experts.gate_up_proj[:routed], experts.down_proj)
-        return moe(hidden_states, top_k_index, top_k_weights, *weights, function) + hidden_states * kept
+        y: Tensor = moe(hidden_states, top_k_index, top_k_weights, *weights, function) + hidden_states * kept
+        return y
 
     return forward
 

@@ -28,7 +28,13 @@ def _all_tokens(*_: Any, **__: Any) -> AllTokens:
 
 
 FIX = Fix(
-    architectures=("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK2ForCausalLM"),
+    architectures=(
+        "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "AXK2ForCausalLM",
+        "HYV4ForCausalLM",
+        "Dots3NoteForCausalLM",
+    ),
     why="its indexer attends by itself; while a sequence is no longer than what it picks, it picks everything",
     patch=_patch,
     tiny=lambda: DeepseekV32Config(

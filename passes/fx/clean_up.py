@@ -171,7 +171,8 @@ def _cat_of_slices(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _slice_scatter_arguments(node: fx.Node) -> tuple[Any, ...]:
     defaults: tuple[Any, ...] = (None, None, 0, None, None, 1)
-    whole, part, dim, start, end, step = (*node.args, *defaults[len(node.args) :])
+    arguments: tuple[Any, ...] = (*node.args, *defaults[len(node.args) :])
+    whole, part, dim, start, end, step = arguments
     return whole, part, dim, start or 0, (1 << 62) if end is None else end, step
 
 

@@ -145,8 +145,10 @@ def _view_of(node: fx.Node) -> fx.Node | None:
 
 def _shares_memory(node: fx.Node) -> bool:
     """Whether the output is a view indeed: reshape, contiguous and to copy only where they must."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    target: Any = node.target
+    args: Any = fx.node.map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
+    result = target(*args, **kwargs)
     if not isinstance(result, Tensor):
         return False
     same: bool = result.untyped_storage()._cdata == args[0].untyped_storage()._cdata
@@ -180,7 +182,8 @@ def _write_back(graph: fx.Graph, view: fx.Node, whole: fx.Node, contents: fx.Nod
     if name in _SWAPS:
         return _node(call(graph, view.target, (contents, *rest), view))
     if name == "aten.permute":
-        order = [int(d) % len(rest[0]) for d in rest[0]]  # type: ignore[arg-type]
+        permutation: Any = rest[0]
+        order = [int(d) % len(permutation) for d in permutation]
         return _node(call(graph, aten.permute.default, (contents, [order.index(d) for d in range(len(order))]), view))
     if name in _RESHAPES:
         shape = [-1 if is_dynamic(size) else int(size) for size in _known(whole).shape]

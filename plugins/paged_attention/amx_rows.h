@@ -57,17 +57,21 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
   LLMC_UNROLL
   for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
   const auto power = [](f32x16 x) -> f32x16 {  // 2^x = 2^(x - floor(x)) * 2^floor(x); scalef takes the floor itself
-    x = max(broadcast(-160.0f), x);
+    x = max(broadcast(-126.0f), x);
     const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
     const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
     return {_mm512_scalef_ps(p.v, x.v)};
   };
   for (int j = first; j < last; j += kTileDepth) {
+    const bool partial = j < begin || j + kTileDepth > end;
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
       const float* place = scores + r * kTile + j;
-      const f32x16 a = power(fmadd(load(place), factor, least[r])),
-                   b = power(fmadd(load(place + kLanes), factor, least[r]));
+      f32x16 a = power(fmadd(load(place), factor, least[r])), b = power(fmadd(load(place + kLanes), factor, least[r]));
+      if (partial) {
+        a = select(lanes_between(begin, end, j), a, zero());
+        b = select(lanes_between(begin, end, j + kLanes), b, zero());
+      }
       sum[r] = sum[r] + a;
       sum[r] = sum[r] + b;
       _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));

@@ -65,17 +65,22 @@ LLMC_INLINE Range visible(const Step& step, const Sequence& sequence, std::int64
   return {begin, position + 1};
 }
 
-// Whether the tree of a sequence is a plain chain: the rows then stand where they will stay.
+// Whether a sequence has no tree, or one that is a plain chain: its rows then stand where they will stay. Refuses a
+// tree in which a row does not see itself, or sees a later one.
 inline bool is_chain(const Batch& batch, const Sequence& sequence) {
   if (batch.tree_mask == nullptr) return true;
+  bool chain = true;
   for (std::int64_t r = 0; r < sequence.rows; ++r) {
     const std::uint64_t* bits = tree_bits(batch, sequence, r);
     for (std::int64_t w = 0; w < batch.tree_words; ++w) {
       const std::int64_t ones = std::clamp<std::int64_t>(r + 1 - w * 64, 0, 64);
-      if (bits[w] != (ones == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << ones) - 1)) return false;
+      const std::uint64_t all = ones == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << ones) - 1;
+      require((bits[w] & ~all) == 0, "a row of tree_mask has a later row as its ancestor");
+      chain &= bits[w] == all;
     }
+    require(r < batch.tree_words * 64 && (bits[r / 64] >> (r % 64) & 1) != 0, "a row of tree_mask does not see itself");
   }
-  return true;
+  return chain;
 }
 
 }  // namespace llmc::LLMC_ISA

@@ -7,16 +7,17 @@
 namespace llmc::LLMC_ISA {
 
 constexpr std::int64_t kFewestJobRows = 24;  // where a step has enough rows
+constexpr std::int64_t kParts = 8;           // no job is longer than that part of a thread's share
 
 class JobList {
  public:
-  JobList(const Step& step, std::int64_t most_rows, int threads) : step_(step), threads_(threads) {
+  JobList(const Step& step, std::int64_t most_rows, int threads) : step_(step) {
     const Batch& batch = step.context.batch;
     const std::int64_t rows = batch.tokens * step.heads;
     job_rows_ = std::clamp(rows / (4 * threads), kFewestJobRows, most_rows);
     for (std::int64_t s = 0; s < batch.sequences; ++s) count(sequence_of(batch, s));
-    limit_ = threads == 1 ? std::numeric_limits<std::int64_t>::max() : cost_ / (8 * threads) + 1;
-    jobs_ = step.context.scratch.array<Job>(most_jobs_);
+    limit_ = threads == 1 ? cost_ + 1 : cost_ / (kParts * threads) + 1;
+    jobs_ = step.context.scratch.array<Job>(sets_ + kParts * threads);
     for (std::int64_t s = 0; s < batch.sequences; ++s) add(sequence_of(batch, s), static_cast<std::int32_t>(s));
   }
 
@@ -37,12 +38,8 @@ class JobList {
   }
 
   Tokens tokens_at(const Sequence& sequence, std::int64_t first, std::int64_t count) const {
-    Tokens tokens{first, count, visible(step_, sequence, first), 0};
-    for (std::int64_t t = 0; t < count; ++t) {
-      const Range range = visible(step_, sequence, first + t);
-      tokens.range.begin = std::min(tokens.range.begin, range.begin);
-      tokens.range.end = std::max(tokens.range.end, range.end);
-    }
+    const Range range{visible(step_, sequence, first).begin, visible(step_, sequence, first + count - 1).end};
+    Tokens tokens{first, count, range, 0};  // both bounds grow from token to token
     tokens.cost = (tokens.range.end - tokens.range.begin) * count * step_.group;
     return tokens;
   }
@@ -64,7 +61,7 @@ class JobList {
   void count(const Sequence& sequence) {
     for_each_tokens(sequence, is_chain(step_.context.batch, sequence), [&](const Tokens& tokens) {
       cost_ += tokens.cost * step_.slot.kv_heads;
-      most_jobs_ += (last_tile(tokens) - first_tile(tokens)) * step_.slot.kv_heads;
+      sets_ += step_.slot.kv_heads;
       longest_ = std::max(longest_, tokens.count);
     });
   }
@@ -110,8 +107,7 @@ class JobList {
   }
 
   const Step& step_;
-  const int threads_;
-  std::int64_t job_rows_, cost_ = 0, limit_ = 0, most_jobs_ = 0, longest_ = 0, size_ = 0;
+  std::int64_t job_rows_ = 0, cost_ = 0, limit_ = 0, sets_ = 0, longest_ = 0, size_ = 0;
   Job* jobs_ = nullptr;
 };
 

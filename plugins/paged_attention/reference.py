@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmc.plugins.op import Sample
-from llmc.plugins.paged_attention.step import Step, current_step
+from llmc.plugins.paged_attention.step import Cache, Step, current_step
 
 
 def reference(
@@ -103,11 +103,11 @@ def _attend(
 
 def samples(rng: np.random.Generator) -> Iterator[Sample]:
     """Prefill, chunks, decodes and their mixtures; every mask; head shapes from MQA to MLA; a tree."""
-    plain = {"slot": 0, "write": True, "scale": 0.25, "window": 0, "chunk": 0, "softcap": 0.0}
+    plain: dict[str, object] = {"slot": 0, "write": True, "scale": 0.25, "window": 0, "chunk": 0, "softcap": 0.0}
     # (past, rows) of each sequence: lengths on both sides of blocks of 16 and of longer tiles
     mixed = ((0, 5), (16, 1), (33, 7), (300, 1), (15, 2), (520, 19))
     heads = ((4, 4, 16, 16), (6, 2, 24, 24), (4, 1, 64, 64), (3, 3, 24, 16), (8, 2, 80, 80), (2, 1, 7, 5))
-    variants = (
+    variants: tuple[dict[str, object], ...] = (
         {},
         {"window": 8},
         {"window": 1},
@@ -138,7 +138,7 @@ def _sample(
     def normal(*size: int) -> np.ndarray:
         return rng.standard_normal(size, dtype=np.float32)
 
-    cache = {
+    cache: Cache = {
         (0, number): (normal(past, kv_heads, key_dim), normal(past, kv_heads, value_dim))
         for number, (past, _) in enumerate(lengths)
         if past

@@ -20,10 +20,11 @@ LLMC_INLINE void fetch(const void* p) { __builtin_prefetch(p); }
 
 constexpr float kLog2e = 1.44269504f;
 
-// 2^x for x <= 0, within 2e-7; 0 below -150, 1 at 0. Weights are powers of two of logits times log2(e): 12 operations
-// for each score in place of 20 for the exponential of simd.h, which would take a fifth of the time of prefill.
+// 2^x for x <= 0, within 2e-7; 1 at 0, and 2^-126 from there down: results below would be subnormal, which costs 150
+// cycles each. Weights are powers of two of logits times log2(e): 12 operations for each score in place of 20 for the
+// exponential of simd.h, which would take a fifth of the time of prefill.
 LLMC_INLINE f32x16 power_of_two(f32x16 x) {
-  x = max(broadcast(-160.0f), x);
+  x = max(broadcast(-126.0f), x);
   const f32x16 n = round_even(x);
   return scale_by_power(polynomial(x - n, 1.0f, 0.693147f, 0.24022242f, 0.055507336f, 0.009671513f, 0.0013264727f), n);
 }
@@ -51,6 +52,9 @@ LLMC_INLINE f32x16 logit_of_scores(f32x16 scores, const Logit& logit, float dist
   return x * kLog2e;
 }
 
+// Which lanes of the vector at j are among begin .. end - 1.
+LLMC_INLINE mask16 lanes_between(int begin, int end, int j) { return mask_first(end - j) & ~mask_first(begin - j); }
+
 // Replaces the scores of R rows [R][kTile] by logits where these are no plain multiples, and those of invisible
 // positions by -inf. All rows see the positions begin .. end - 1; first and last are those bounds in whole vectors or
 // more. distance is that of the tile's position 0 from the rows' own, j - i. Gives each row's largest logit, and
@@ -70,7 +74,7 @@ LLMC_INLINE float find_largest(float* scores, int begin, int end, int first, int
       float* place = scores + r * kTile + j;
       f32x16 x = load(place);
       if (!plain) x = logit_of_scores(x, logit, distance + static_cast<float>(j));
-      if (partial) x = select(mask_first(end - j) & ~mask_first(begin - j), x, absent);
+      if (partial) x = select(lanes_between(begin, end, j), x, absent);
       if (partial || !plain) store(place, x);
       largest[r] = max(largest[r], x);
     }
@@ -92,9 +96,11 @@ LLMC_INLINE void soften(float* scores, int begin, int end, const Logit& logit, f
   LLMC_UNROLL
   for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
   for (int j = first; j < end; j += kLanes) {
+    const bool partial = j < begin || j + kLanes > end;
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
-      const f32x16 weight = power_of_two(fmadd(load(scores + r * kTile + j), factor, least[r]));
+      f32x16 weight = power_of_two(fmadd(load(scores + r * kTile + j), factor, least[r]));
+      if (partial) weight = select(lanes_between(begin, end, j), weight, zero());
       sum[r] = sum[r] + weight;
       store(scores + r * kTile + j, weight);
     }
