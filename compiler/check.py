@@ -58,7 +58,11 @@ class Checker:
         """Logits of an onnx_ir graph; weights of other dtypes are taken as float32."""
         names = set(self._parameters.values())
         initializers = {name: value.shape for name, value in model.graph.initializers.items() if name in names}
-        given = {name: _random(name, tuple(map(int, shape.numpy()))) for name, shape in initializers.items() if shape}
+        given = {
+            name: _random(name, tuple(map(int, shape.numpy())))
+            for name, shape in initializers.items()
+            if shape is not None
+        }
         return run_graph(model, self._inputs, given)["logits"]
 
     def see(self, stage: str, logits: Array) -> None:

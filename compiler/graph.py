@@ -204,7 +204,8 @@ class Emitter:
         inputs = [self.build.value(name, INT32, tokens) for name in ("input_ids", "position_ids")]
         inputs.append(self.build.value("logit_rows", INT32, rows))
         self.build.tokens, self.build.rows = inputs[0], inputs[2]
-        for node in self._program.module.graph.find_nodes(op="placeholder"):
+        # The rows come first, so that a pass can pick them from anything that follows.
+        for node in reversed(self._program.module.graph.find_nodes(op="placeholder")):
             value = next(v for v in inputs if v.name == node.name)
             self._known[node] = self.build.reshape(self.build.cast(value, INT64), self.dims(node))
         return inputs
