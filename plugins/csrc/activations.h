@@ -1,4 +1,5 @@
-// The activations of gated units and experts by name: y = function(gate) * up, and y = function(x), on contiguous arrays.
+// The activations of gated units and experts by name: y = function(gate) * up, and y = function(x), on contiguous
+// arrays.
 #pragma once
 #include <string>
 

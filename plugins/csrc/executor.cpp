@@ -210,6 +210,9 @@ void Executor::run_step(std::size_t index) {
   } catch (const std::invalid_argument& error) {
     scratch_.reset();
     fail(place(step.spec) + error.what());
+  } catch (...) {
+    scratch_.reset();
+    throw;
   }
   scratch_.reset();
   if (tracing_) times_.push_back({static_cast<std::int64_t>(index), begin, now_ns()});

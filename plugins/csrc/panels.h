@@ -27,8 +27,8 @@ inline PreparedRows prepare(const Panels& w, const float* x, std::int64_t rows, 
   return {memory, bytes, rows};
 }
 
-// Rows [row_begin, row_end) and panels [panel_begin, panel_end) of the product, on the calling thread. bias [rows of the
-// weight] may be null. Row r of the product is at y + r * y_stride.
+// Rows [row_begin, row_end) and panels [panel_begin, panel_end) of the product, on the calling thread. bias [rows of
+// the weight] may be null. Row r of the product is at y + r * y_stride.
 inline void multiply(const Panels& w, const PreparedRows& x, std::int64_t row_begin, std::int64_t row_end,
                      std::int64_t panel_begin, std::int64_t panel_end, const float* bias, float* y,
                      std::int64_t y_stride) {
@@ -37,11 +37,20 @@ inline void multiply(const Panels& w, const PreparedRows& x, std::int64_t row_be
   if (w.dtype == DType::bf16) return multiply_amx(product, row_begin, row_end, panel_begin, panel_end);
 #endif
   switch (w.dtype) {
-    case DType::f32: return multiply_vectors<F32Format>(product, row_begin, row_end, panel_begin, panel_end);
-    case DType::f16: return multiply_vectors<F16Format>(product, row_begin, row_end, panel_begin, panel_end);
-    default: return multiply_vectors<Bf16Format>(product, row_begin, row_end, panel_begin, panel_end);
+    case DType::f32:
+      return multiply_vectors<F32Format>(product, row_begin, row_end, panel_begin, panel_end);
+    case DType::f16:
+      return multiply_vectors<F16Format>(product, row_begin, row_end, panel_begin, panel_end);
+    default:
+      return multiply_vectors<Bf16Format>(product, row_begin, row_end, panel_begin, panel_end);
   }
 }
+
+#ifdef __AMX_BF16__
+constexpr std::int64_t kTaskRows = 256, kTaskPanels = 16;
+#else
+constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
+#endif
 
 // The whole product, on all threads.
 inline void multiply(const Panels& w, const PreparedRows& x, const float* bias, float* y, std::int64_t y_stride,
@@ -53,13 +62,19 @@ inline void multiply(const Panels& w, const PreparedRows& x, const float* bias, 
     });
     return;
   }
-  // Tasks of kTaskRows rows by kTaskPanels panels; those of one weight slab follow one another.
-  const std::int64_t row_tasks = (x.rows + kTaskRows - 1) / kTaskRows;
-  const std::int64_t panel_tasks = (panels + kTaskPanels - 1) / kTaskPanels;
+  // Tasks are large enough to use what they load into the caches, and small enough for every thread to have several.
+  // Those that share weights follow one another.
+  std::int64_t task_rows = kTaskRows, task_panels = kTaskPanels, row_tasks, panel_tasks;
+  for (;;) {
+    row_tasks = (x.rows + task_rows - 1) / task_rows;
+    panel_tasks = (panels + task_panels - 1) / task_panels;
+    if (row_tasks * panel_tasks >= 4 * pool.size() || task_panels <= 4) break;
+    task_panels /= 2;
+  }
   pool.share(row_tasks * panel_tasks, 1, [&](std::int64_t begin, std::int64_t end, int) {
     for (std::int64_t task = begin; task < end; ++task) {
-      const std::int64_t row = task % row_tasks * kTaskRows, panel = task / row_tasks * kTaskPanels;
-      multiply(w, x, row, std::min(x.rows, row + kTaskRows), panel, std::min(panels, panel + kTaskPanels), bias, y,
+      const std::int64_t row = task % row_tasks * task_rows, panel = task / row_tasks * task_panels;
+      multiply(w, x, row, std::min(x.rows, row + task_rows), panel, std::min(panels, panel + task_panels), bias, y,
                y_stride);
     }
   });

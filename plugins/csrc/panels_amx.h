@@ -1,6 +1,6 @@
-// The product with bf16 weights on AMX tiles. A panel [columns / 2][16][2] is a stack of B tiles as it is, and 16 prepared
-// rows are an A tile. Rows do not influence one another, so any number of rows takes the same path, padded by the tile
-// configuration; every output is summed in K order, 32 columns at a time. Included by panels.h.
+// The product with bf16 weights on AMX tiles. A panel [columns / 2][16][2] is a stack of B tiles as it is, and 16
+// prepared rows are an A tile. Rows do not influence one another, so any number of rows takes the same path, padded by
+// the tile configuration; every output is summed in K order, 32 columns at a time. Included by panels.h.
 #pragma once
 #include <immintrin.h>
 
@@ -79,7 +79,8 @@ class TileProduct {
     const std::byte* x = p_.x.data + row * p_.x.stride;
     const std::byte* w[4];
     for (int i = 0; i < P; ++i) w[i] = p_.w.data + (panel + i) * p_.w.panel_bytes();
-    for (std::int64_t t = 0; t < tiles_; ++t) narrow_step<P>(x + t * 64, w[0] + t * 1024, w[1 % P] + t * 1024, w[2 % P] + t * 1024, w[3 % P] + t * 1024);
+    for (std::int64_t t = 0; t < tiles_; ++t)
+      narrow_step<P>(x + t * 64, w[0] + t * 1024, w[1 % P] + t * 1024, w[2 % P] + t * 1024, w[3 % P] + t * 1024);
     if (rest_ != 0) {
       copy_rest(panel, P);
       narrow_step<P>(x + tiles_ * 64, padded_[0], padded_[1 % P], padded_[2 % P], padded_[3 % P]);
@@ -90,17 +91,35 @@ class TileProduct {
     if constexpr (P > 3) finish<3>(row, rows, panel + 3);
   }
 
-  // Rows [row, row + 16 + second) of two panels, or of one.
+  // Tiles [begin, end) of rows [row, row + 16 + second) of two panels, or of one. Between the ranges of tiles the sums
+  // wait in y, exactly as they are.
   template <int P>
-  void wide(std::int64_t row, int second, std::int64_t panel) {
+  void wide(std::int64_t row, int second, std::int64_t panel, std::int64_t begin, std::int64_t end) {
     state_.configure(16, second);
-    _tile_zero(0);
-    _tile_zero(2);
-    if constexpr (P > 1) _tile_zero(1);
-    if constexpr (P > 1) _tile_zero(3);
+    float *y0 = p_.y + row * p_.y_stride + panel * 16, *y1 = y0 + 16 * p_.y_stride;
+    const std::int64_t y_bytes = p_.y_stride * 4;
+    if (begin == 0) {
+      _tile_zero(0);
+      _tile_zero(2);
+      if constexpr (P > 1) _tile_zero(1);
+      if constexpr (P > 1) _tile_zero(3);
+    } else {
+      memory_barrier();
+      _tile_loadd(0, y0, y_bytes);
+      _tile_loadd(2, y1, y_bytes);
+      if constexpr (P > 1) _tile_loadd(1, y0 + 16, y_bytes);
+      if constexpr (P > 1) _tile_loadd(3, y1 + 16, y_bytes);
+    }
     const std::byte* x = p_.x.data + row * p_.x.stride;
     const std::byte *w0 = p_.w.data + panel * p_.w.panel_bytes(), *w1 = w0 + (P > 1 ? p_.w.panel_bytes() : 0);
-    for (std::int64_t t = 0; t < tiles_; ++t) wide_step<P>(x + t * 64, w0 + t * 1024, w1 + t * 1024);
+    for (std::int64_t t = begin; t < end; ++t) wide_step<P>(x + t * 64, w0 + t * 1024, w1 + t * 1024);
+    if (end < tiles_) {
+      store_tile<0>(y0, y_bytes);
+      store_tile<2>(y1, y_bytes);
+      if constexpr (P > 1) store_tile<1>(y0 + 16, y_bytes);
+      if constexpr (P > 1) store_tile<3>(y1 + 16, y_bytes);
+      return;
+    }
     if (rest_ != 0) {
       copy_rest(panel, P);
       wide_step<P>(x + tiles_ * 64, padded_[0], padded_[P - 1]);
@@ -110,6 +129,8 @@ class TileProduct {
     if constexpr (P > 1) finish<1>(row, 16, panel + 1);
     if constexpr (P > 1) finish<3>(row + 16, second, panel + 1);
   }
+
+  std::int64_t tiles() const { return tiles_; }
 
  private:
   template <int P>
@@ -176,25 +197,60 @@ class TileProduct {
   alignas(64) float sums_[256];
 };
 
+// Tiles of a panel that are worked on at a time: 256 rows and 16 panels of so many stay in the second-level cache.
+// Raised the down projection of Qwen2.5-0.5B (4864 columns, 512 rows) from 690 to 940 GFLOP/s.
+constexpr std::int64_t kBlockTiles = 48;
+
+// Blocks of 17 to 32 rows, `block` tiles at a time.
+inline void multiply_wide(TileProduct& product, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
+                          std::int64_t panel_end, std::int64_t block) {
+  std::int64_t begin = 0;
+  do {
+    const std::int64_t end = std::min(product.tiles(), begin + block);
+    std::int64_t panel = panel_begin;
+    for (; panel < panel_end; panel += 2) {
+      for (std::int64_t row = row_begin; row < row_end; row += 32) {
+        const int second = static_cast<int>(std::min<std::int64_t>(16, row_end - row - 16));
+        if (panel + 2 <= panel_end) {
+          product.wide<2>(row, second, panel, begin, end);
+        } else {
+          product.wide<1>(row, second, panel, begin, end);
+        }
+      }
+    }
+    begin = end;
+  } while (begin < product.tiles());
+}
+
 inline void multiply_amx(const Product& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                          std::int64_t panel_end) {
   TileProduct product(p);
-  std::int64_t row = row_begin;
-  for (; row_end - row > 16; row += 32) {
-    const int second = static_cast<int>(std::min<std::int64_t>(16, row_end - row - 16));
-    std::int64_t panel = panel_begin;
-    for (; panel + 2 <= panel_end; panel += 2) product.wide<2>(row, second, panel);
-    if (panel < panel_end) product.wide<1>(row, second, panel);
+  const std::int64_t rows = row_end - row_begin, tail = rows % 32 <= 16 ? rows % 32 : 0;
+  const std::int64_t wide_end = row_end - tail;
+  if (wide_end > row_begin) {
+    // A last panel of less than 16 columns can't keep its sums in y.
+    const std::int64_t whole = std::min(panel_end, p.w.rows / 16);
+    if (whole > panel_begin) multiply_wide(product, row_begin, wide_end, panel_begin, whole, kBlockTiles);
+    if (whole < panel_end) {
+      multiply_wide(product, row_begin, wide_end, std::max(whole, panel_begin), panel_end, product.tiles());
+    }
   }
-  if (row >= row_end) return;
-  const int rows = static_cast<int>(row_end - row);
+  if (tail == 0) return;
+  const std::int64_t row = wide_end;
   std::int64_t panel = panel_begin;
-  for (; panel + 4 <= panel_end; panel += 4) product.narrow<4>(row, rows, panel);
+  for (; panel + 4 <= panel_end; panel += 4) product.narrow<4>(row, static_cast<int>(tail), panel);
   switch (panel_end - panel) {
-    case 3: product.narrow<3>(row, rows, panel); break;
-    case 2: product.narrow<2>(row, rows, panel); break;
-    case 1: product.narrow<1>(row, rows, panel); break;
-    default: break;
+    case 3:
+      product.narrow<3>(row, static_cast<int>(tail), panel);
+      break;
+    case 2:
+      product.narrow<2>(row, static_cast<int>(tail), panel);
+      break;
+    case 1:
+      product.narrow<1>(row, static_cast<int>(tail), panel);
+      break;
+    default:
+      break;
   }
 }
 

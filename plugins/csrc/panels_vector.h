@@ -129,10 +129,9 @@ constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 constexpr int kRows = 2;
 constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
 #endif
-constexpr std::int64_t kFewRows = 16;      // up to here the weight's bytes are the cost
-constexpr std::int64_t kTaskRows = 96;     // a task: so many rows
-constexpr std::int64_t kTaskPanels = 4;    // of so many panels,
-constexpr std::int64_t kBlockSteps = 1024; // in blocks of steps whose weights stay in the second-level cache
+constexpr std::int64_t kFewRows = 16;       // up to here the weight's bytes are the cost
+constexpr std::int64_t kGroupPanels = 4;    // so many panels at a time,
+constexpr std::int64_t kBlockSteps = 1024;  // in blocks of steps whose weights stay in the second-level cache
 
 // R rows by P panels, steps [begin, end). Between blocks of steps the sums wait in y, exactly as they are.
 template <class F, int R, int P>
@@ -186,9 +185,10 @@ template <class F>
 void multiply_vectors(const Product& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                       std::int64_t panel_end) {
   const std::int64_t steps = p.w.steps();
-  // Few rows read each weight once or twice: no blocks. Many panels at once are for decode, few keep a slab in the cache.
+  // Few rows read each weight once or twice: no blocks. Many panels at once are for decode, few keep a slab in the
+  // cache.
   const bool once = row_end - row_begin <= kRows;
-  const std::int64_t block = once ? steps : kBlockSteps, group = once ? panel_end - panel_begin : kTaskPanels;
+  const std::int64_t block = once ? steps : kBlockSteps, group = once ? panel_end - panel_begin : kGroupPanels;
   for (std::int64_t panel = panel_begin; panel < panel_end; panel += group) {
     const std::int64_t stop = std::min(panel_end, panel + group);
     std::int64_t begin = 0;
@@ -197,12 +197,23 @@ void multiply_vectors(const Product& p, std::int64_t row_begin, std::int64_t row
       std::int64_t row = row_begin;
       for (; row + kRows <= row_end; row += kRows) multiply_rows<F, kRows>(p, row, panel, stop, begin, end);
       switch (row_end - row) {
-        case 5: multiply_rows<F, std::min(5, kRows)>(p, row, panel, stop, begin, end); break;
-        case 4: multiply_rows<F, std::min(4, kRows)>(p, row, panel, stop, begin, end); break;
-        case 3: multiply_rows<F, std::min(3, kRows)>(p, row, panel, stop, begin, end); break;
-        case 2: multiply_rows<F, 2>(p, row, panel, stop, begin, end); break;
-        case 1: multiply_rows<F, 1>(p, row, panel, stop, begin, end); break;
-        default: break;
+        case 5:
+          multiply_rows<F, std::min(5, kRows)>(p, row, panel, stop, begin, end);
+          break;
+        case 4:
+          multiply_rows<F, std::min(4, kRows)>(p, row, panel, stop, begin, end);
+          break;
+        case 3:
+          multiply_rows<F, std::min(3, kRows)>(p, row, panel, stop, begin, end);
+          break;
+        case 2:
+          multiply_rows<F, 2>(p, row, panel, stop, begin, end);
+          break;
+        case 1:
+          multiply_rows<F, 1>(p, row, panel, stop, begin, end);
+          break;
+        default:
+          break;
       }
       begin = end;
     } while (begin < steps);

@@ -52,28 +52,24 @@ inline std::uint16_t narrow_f16(std::uint32_t bits) {
   const std::uint32_t rounded = half + (rest > middle || (rest == middle && (half & 1)));
   return static_cast<std::uint16_t>(sign | (rounded - (base >> 13)));
 }
-inline float widen_f16(std::uint16_t half) {
-  const std::uint32_t sign = std::uint32_t{half} << 16 & 0x80000000, exponent = half >> 10 & 31,
-                      mantissa = half & 0x3ff;
-  if (exponent == 0) {
-    const float x = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign ? -x : x;
-  }
-  const std::uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
+typedef std::uint16_t half_vector __attribute__((vector_size(32)));
+template <class T>
+LLMC_INLINE int_vector load_half(const T* p, int n) {
+  half_vector half{};
+  std::memcpy(&half, p, static_cast<std::size_t>(n) * 2);
+  return __builtin_convertvector(half, int_vector);
 }
-LLMC_INLINE f32x16 load(const bf16* p, int n) {
-  int_vector bits{};
-  for (int i = 0; i < clamp_lanes(n); ++i) bits[i] = static_cast<std::int32_t>(std::uint32_t{p[i].bits} << 16);
-  return {(float_vector)bits};
+// Exponent and mantissa moved into place are the number times 2^-112, subnormal or not; 31 is infinity or NaN.
+LLMC_INLINE f32x16 widen_f16(int_vector half) {
+  const float_vector small = (float_vector)((half & 0x7fff) << 13);
+  const int_vector special = ((half & 0x7c00) == 0x7c00) & 0x7f800000;
+  const int_vector sign = (half & 0x8000) << 16;
+  return {(float_vector)((int_vector)(small * 0x1p112f) | special | sign)};
 }
-LLMC_INLINE f32x16 load(const f16* p, int n) {
-  f32x16 x = zero();
-  for (int i = 0; i < clamp_lanes(n); ++i) x.v[i] = widen_f16(p[i].bits);
-  return x;
-}
+LLMC_INLINE f32x16 load(const bf16* p, int n) { return {(float_vector)(load_half(p, clamp_lanes(n)) << 16)}; }
+LLMC_INLINE f32x16 load(const bf16* p) { return {(float_vector)(load_half(p, 16) << 16)}; }
+LLMC_INLINE f32x16 load(const f16* p, int n) { return widen_f16(load_half(p, clamp_lanes(n))); }
+LLMC_INLINE f32x16 load(const f16* p) { return widen_f16(load_half(p, 16)); }
 LLMC_INLINE void store(bf16* p, f32x16 x, int n) {
   const int_vector bits = (int_vector)x.v;
   for (int i = 0; i < clamp_lanes(n); ++i) p[i].bits = narrow_bf16(static_cast<std::uint32_t>(bits[i]));
@@ -82,8 +78,6 @@ LLMC_INLINE void store(f16* p, f32x16 x, int n) {
   const int_vector bits = (int_vector)x.v;
   for (int i = 0; i < clamp_lanes(n); ++i) p[i].bits = narrow_f16(static_cast<std::uint32_t>(bits[i]));
 }
-LLMC_INLINE f32x16 load(const bf16* p) { return load(p, 16); }
-LLMC_INLINE f32x16 load(const f16* p) { return load(p, 16); }
 LLMC_INLINE void store(bf16* p, f32x16 x) { store(p, x, 16); }
 LLMC_INLINE void store(f16* p, f32x16 x) { store(p, x, 16); }
 

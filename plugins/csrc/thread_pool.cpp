@@ -1,5 +1,7 @@
 #include "thread_pool.h"
 
+#include <string>
+#include <system_error>
 #include <utility>
 
 #ifdef __linux__
@@ -51,14 +53,22 @@ void pin(std::vector<std::thread>& workers) {
 
 }  // namespace
 
-WorkerPool::WorkerPool(int threads) : next_(threads) {
+WorkerPool::WorkerPool(int threads) : size_(threads), next_(threads) {
   require(threads >= 1 && threads <= 1024, "threads must be 1 to 1024");
   workers_.reserve(static_cast<std::size_t>(threads - 1));
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error& error) {
+    stop();
+    fail("the system lets this process have " + std::to_string(workers_.size() + 1) + " threads, not " +
+         std::to_string(threads) + " (" + error.what() + ")");
+  }
   pin(workers_);
 }
 
-WorkerPool::~WorkerPool() {
+WorkerPool::~WorkerPool() { stop(); }
+
+void WorkerPool::stop() {
   awake_.store(2);
   awake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
@@ -92,8 +102,8 @@ void WorkerPool::run(void (*body)(void* data, int thread), void* data) {
   }
 }
 
-// A claim that comes late finds no part left, or belongs to the next run(): body_ and data_ are written before next_, and
-// stay until every claimed part is done.
+// A claim that comes late finds no part left, or belongs to the next run(): body_ and data_ are written before next_,
+// and stay until every claimed part is done.
 bool WorkerPool::take() noexcept {
   if (next_.load(std::memory_order_relaxed) >= size()) return false;
   const int part = next_.fetch_add(1, std::memory_order_acquire);

@@ -17,7 +17,7 @@ class WorkerPool final : public ThreadPool {
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
 
-  int size() const override { return static_cast<int>(workers_.size()) + 1; }
+  int size() const override { return size_; }
   // An exception of any part is thrown here after all parts are done.
   void run(void (*body)(void* data, int thread), void* data) override;
   void begin();
@@ -27,15 +27,17 @@ class WorkerPool final : public ThreadPool {
   void work();
   // Does one part that nobody has claimed; false if there is none.
   bool take() noexcept;
+  void stop();
 
+  const int size_;
   std::vector<std::thread> workers_;
   void (*body_)(void*, int) = nullptr;
   void* data_ = nullptr;
   std::exception_ptr error_;
   std::atomic<bool> failed_{false};
-  alignas(64) std::atomic<int> next_;     // the next part to claim; size() or more: none is left
-  alignas(64) std::atomic<int> done_{0};  // parts that are finished
-  alignas(64) std::atomic<std::uint32_t> awake_{0};       // 0 asleep, 1 between begin() and end(), 2 stop
+  alignas(64) std::atomic<int> next_;                // the next part to claim; size() or more: none is left
+  alignas(64) std::atomic<int> done_{0};             // parts that are finished
+  alignas(64) std::atomic<std::uint32_t> awake_{0};  // 0 asleep, 1 between begin() and end(), 2 stop
 };
 
 // Awake for the length of a scope.

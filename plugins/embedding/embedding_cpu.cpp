@@ -38,9 +38,12 @@ struct Table {
   }
   void copy(std::int64_t id, float* y) const {
     switch (weight.dtype) {
-      case DType::f32: return copy<float>(id, y);
-      case DType::bf16: return copy<bf16>(id, y);
-      default: return copy<f16>(id, y);
+      case DType::f32:
+        return copy<float>(id, y);
+      case DType::bf16:
+        return copy<bf16>(id, y);
+      default:
+        return copy<f16>(id, y);
     }
   }
   // Fails unless the weight is [V, H], or packed from that; gives V, with the rows that padding adds.

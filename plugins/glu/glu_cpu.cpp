@@ -27,8 +27,9 @@ class Glu : public Kernel {
     const auto range = [&](std::int64_t begin, std::int64_t end, int) {
       for (std::int64_t unit = begin; unit < end; ++unit) {
         const std::int64_t row = unit / units, column = unit % units * kColumns;
-        loop_(gate.as<const float>() + row * gate.stride[0] + column, up.as<const float>() + row * up.stride[0] + column,
-              y.as<float>() + row * y.stride[0] + column, std::min(kColumns, width - column));
+        loop_(gate.as<const float>() + row * gate.stride[0] + column,
+              up.as<const float>() + row * up.stride[0] + column, y.as<float>() + row * y.stride[0] + column,
+              std::min(kColumns, width - column));
       }
     };
     if (y.numel() < kParallel) {

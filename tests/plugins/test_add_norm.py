@@ -11,7 +11,9 @@ ATTRIBUTES = {"epsilon": 1e-6, "kind": "rms", "offset": 1.0}
 
 
 def test_the_reference_adds_and_normalises() -> None:
-    total, y = reference(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]), None, None, epsilon=0.0, kind="l2", offset=0.0)
+    total, y = reference(
+        torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]), None, None, epsilon=0.0, kind="l2", offset=0.0
+    )
     assert total.tolist() == [3.0, 4.0]
     torch.testing.assert_close(y, torch.tensor([0.6, 0.8]))
 
