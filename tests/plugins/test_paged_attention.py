@@ -247,6 +247,16 @@ def test_a_chain_under_a_tree_mask_is_causal() -> None:
     assert np.array_equal(plain.step([(0, s, 80, 100)]), tree.step([(0, s, 80, 100)], tree=chain))
 
 
+@pytest.mark.parametrize(
+    ("bits", "message"), [([1, 6, 5], "itself|later"), ([1, 3, 3], "itself"), ([1, 3, 15], "later")]
+)
+def test_trees_that_are_none_are_refused(bits: list[int], message: str) -> None:
+    shape = Shape(1, 1, 8, 8)
+    s = sequence(np.random.default_rng(0), shape, 3)
+    with pytest.raises(kernels.KernelError, match=message):
+        Cache(shape, "float32", [3]).step([(0, s, 0, 3)], tree=np.array([[b] for b in bits], np.uint64))
+
+
 def test_shared_keys_and_values_are_read_and_not_written() -> None:
     rng = np.random.default_rng(8)
     shape = Shape(4, 2, 16, 16)
