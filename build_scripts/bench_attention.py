@@ -43,7 +43,7 @@ def report(name: str, past: int, rows: int, sequences: int, arguments: argparse.
     """Time one case: ``rows`` new tokens behind ``past`` cached ones, in each of the sequences."""
     heads, kv_heads, key_dim, value_dim = arguments.heads, arguments.kv_heads, arguments.dim, arguments.value_dim
     executor, batch, ids = prepare(past, rows, sequences, arguments)
-    times = []
+    times: list[int] = []
     end = time.perf_counter() + arguments.seconds
     while time.perf_counter() < end or len(times) < 5:
         executor.run(ids, np.zeros(0, np.int32), batch, 1)
