@@ -2,15 +2,18 @@
 
     python build_scripts/bench_kernels.py --model smol135m --rows 1,16,512
 
-Each step of the plan is timed by itself and its best time of all rounds counts, since other processes steal time.
+Each linear of each layer is timed by itself and its best time of all rounds counts, since other processes steal time.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import click
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.plugins import _kernels, kernels
 from llmc.plugins.linear.packing import packed_shape
@@ -45,95 +48,97 @@ MODELS = {
 }
 
 
-def main() -> None:
-    """Parse the arguments and print one table for each number of rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="smol135m")
-    parser.add_argument("--dtype", choices=ITEM, default="bfloat16")
-    parser.add_argument("--isa", choices=kernels.isas(), default=kernels.best_isa())
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rows", default="1,4,16,64,512")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    options = parser.parse_args()
-    shape = MODELS[options.model]
-    layers = shape.layers if options.layers is None else options.layers
-    for rows in map(int, options.rows.split(",")):
-        report(shape, layers, rows, options)
+@dataclass(frozen=True)
+class Setting:
+    """How a plan is run."""
+
+    dtype: str
+    isa: str
+    threads: int
+    rounds: int
 
 
-def report(shape: Shape, layers: int, rows: int, options: argparse.Namespace) -> None:
-    """Run the layers of one number of rows, and the output layer for the last row."""
-    kinds = [*shape.linears()] * layers + [("lm_head", shape.vocabulary, shape.hidden)]
-    best = measure(kinds, rows, options)
-    print(
-        f"\n{options.model} {options.dtype} {options.isa}, {options.threads} threads, {rows} rows, "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
-    totals = dict.fromkeys((name for name, _, _ in kinds), (0.0, 0, 0))
-    for (name, outputs, inputs), seconds in zip(kinds, best, strict=True):
+@click.command()
+@click.option("--model", type=click.Choice(list(MODELS)), default="smol135m", show_default=True)
+@click.option("--dtype", type=click.Choice(list(ITEM)), default="bfloat16", show_default=True)
+@click.option("--isa", type=click.Choice(kernels.isas()), default=kernels.best_isa(), show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=len(os.sched_getaffinity(0)), show_default=True)
+@click.option("--rows", default="1,4,16,64,512", show_default=True, help="Rows of x, one table each.")
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--layers", type=click.IntRange(1), help="Fewer layers than the model has.")
+def main(model: str, dtype: str, isa: str, threads: int, rows: str, rounds: int, layers: int | None) -> None:
+    """Time the linear layers of a model's shape; the output layer has one row."""
+    shape, setting = MODELS[model], Setting(dtype, isa, threads, rounds)
+    kinds = [*shape.linears()] * (layers or shape.layers) + [("lm_head", shape.vocabulary, shape.hidden)]
+    for name, value in _kernels.ceilings(threads, 256 << 20).items():
+        click.echo(f"ceiling {name}: {value:.4g}")
+    for count in map(int, rows.split(",")):
+        seconds = measure(kinds, count, setting)
+        click.echo(f"\n{model} {dtype} {isa}, {threads} threads, {count} rows, load {os.getloadavg()[0]:.1f}")
+        report(kinds, seconds, count, ITEM[dtype])
+
+
+def report(kinds: Sequence[tuple[str, int, int]], seconds: Sequence[float], rows: int, item: int) -> None:
+    """Print the sum of each kind, and of all."""
+    totals: dict[str, NDArray[np.float64]] = {}
+    for (name, outputs, inputs), spent in zip(kinds, seconds, strict=True):
         used = 1 if name == "lm_head" else rows
-        spent, size, operations = totals[name]
-        size += outputs * inputs * ITEM[options.dtype]
-        totals[name] = spent + seconds, size, operations + 2 * used * outputs * inputs
-    totals["all"] = tuple(map(sum, zip(*totals.values(), strict=True)))
+        figures = np.array([spent, outputs * inputs * item, 2 * used * outputs * inputs])
+        for key in (name, "all"):
+            totals[key] = totals.get(key, np.zeros(3)) + figures
+    totals["all"] = totals.pop("all")
     for name, (spent, size, operations) in totals.items():
-        print(
-            f"  {name:8} {spent * 1e3:9.3f} ms {size / spent / 1e9:7.1f} GB/s {operations / spent / 1e9:8.1f} GFLOP/s"
-        )
+        rates = f"{size / spent / 1e9:7.1f} GB/s {operations / spent / 1e9:8.1f} GFLOP/s"
+        click.echo(f"  {name:8} {spent * 1e3:9.3f} ms {rates}")
 
 
-def measure(kinds: list[tuple[str, int, int]], rows: int, options: argparse.Namespace) -> list[float]:
+def measure(kinds: Sequence[tuple[str, int, int]], rows: int, setting: Setting) -> list[float]:
     """Seconds of each linear."""
-    generator = np.random.default_rng(0)
-    noise = generator.integers(0x3C00, 0x3D00, 1 << 16, np.uint16) if options.dtype == "float16" else None
-    weights, values, steps = [], [], []
-    widest = max(max(outputs, inputs) for _, outputs, inputs in kinds[:-1]) if len(kinds) > 1 else kinds[0][1]
-    space = rows * widest * 4 + 64
-    values.append(("x", "arena", 0, "float32", [(0, 1, 0), (widest, 0, 0)], [(widest, 0, 0), (1, 0, 0)], (0, 0, 0)))
-    for number, (name, outputs, inputs) in enumerate(kinds):
-        packed = packed_shape(outputs, inputs, options.dtype)
-        size = int(np.prod(packed)) * ITEM[options.dtype]
-        weights.append(
-            np.resize(
-                noise if noise is not None else np.float32(0.01 * generator.standard_normal(4099)).view(np.uint8),
-                size // 2 if noise is not None else size,
-            ).view(np.uint8)
-        )
-        if options.dtype == "bfloat16":  # any bytes are not any numbers: small ones
-            weights[-1].view(np.uint16)[:] &= 0xBDFF
-        strides = [int(np.prod(packed[axis + 1 :])) for axis in range(len(packed))]
-        values.append(
-            (
-                f"w{number}",
-                "weight",
-                number,
-                options.dtype,
-                [(n, 0, 0) for n in packed],
-                [(n, 0, 0) for n in strides],
-                (0, 0, 0),
-            )
-        )
-        count = (1, 0, 0) if name == "lm_head" else (0, 1, 0)
-        values.append(
-            (f"x{number}", "arena", 0, "float32", [count, (inputs, 0, 0)], [(inputs, 0, 0), (1, 0, 0)], (0, 0, 0))
-        )
-        values.append(
-            (f"y{number}", "arena", space, "float32", [count, (outputs, 0, 0)], [(outputs, 0, 0), (1, 0, 0)], (0, 0, 0))
-        )
-        steps.append(("linear", name, [3 * number + 2, 3 * number + 1], [3 * number + 3], {}))
-    arena = space + max(space, kinds[-1][1] * 4)
-    executor = _kernels.Executor(
-        values, steps, arena, weights, [], "float32", 16, 1, options.threads, options.isa, False
-    )
+    executor = build(kinds, rows, setting)
     executor.trace(True)
-    one = np.zeros(1, np.int32)
-    batch = _kernels.Batch(np.zeros(rows, np.int32), np.array([0, rows], np.int32), one, np.zeros((1, 0), np.int32))
+    one, ids = np.zeros(1, np.int32), np.zeros(rows, np.int32)
+    batch = _kernels.Batch(ids, np.array([0, rows], np.int32), one, np.zeros((1, 0), np.int32))
     best = np.full(len(kinds), np.inf)
-    for _ in range(options.rounds):
-        executor.run(np.zeros(rows, np.int32), one, batch, len(steps))
+    for _ in range(setting.rounds):
+        executor.run(ids, one, batch, len(kinds))
         best = np.minimum(best, [end - begin for _, begin, end in executor.take_times()])
-    return [float(b) / 1e9 for b in best]
+    return [float(nanoseconds) / 1e9 for nanoseconds in best]
+
+
+def build(kinds: Sequence[tuple[str, int, int]], rows: int, setting: Setting) -> _kernels.Executor:
+    """A plan that is nothing but linears, each with a weight of its own; all read and write the same rows."""
+    values, steps, weights = [], [], []
+    space = max(rows * max(inputs for _, _, inputs in kinds), 16) * 4
+    for number, (name, outputs, inputs) in enumerate(kinds):
+        count = (1, 0, 0) if name == "lm_head" else (0, 1, 0)
+        shape = packed_shape(outputs, inputs, setting.dtype)
+        weights.append(random_weight(shape, setting.dtype))
+        values.append(value(f"w{number}", "weight", number, setting.dtype, [(n, 0, 0) for n in shape]))
+        values.append(value(f"x{number}", "arena", 0, "float32", [count, (inputs, 0, 0)]))
+        values.append(value(f"y{number}", "arena", space, "float32", [count, (outputs, 0, 0)]))
+        steps.append(("linear", name, [3 * number + 1, 3 * number], [3 * number + 2], {}))
+    largest = max((1 if name == "lm_head" else rows) * outputs for name, outputs, _ in kinds)
+    arena = space + largest * 4
+    return _kernels.Executor(
+        values, steps, arena, weights, [], "float32", 16, 1, setting.threads, setting.isa, poison=False
+    )
+
+
+def value(name: str, storage: str, base: int, dtype: str, shape: list[tuple[int, int, int]]) -> _kernels._Value:
+    """A contiguous view; its dims but the first are constant."""
+    strides = [(int(np.prod([size[0] for size in shape[axis + 1 :]])), 0, 0) for axis in range(len(shape))]
+    return name, storage, base, dtype, shape, strides, (0, 0, 0)
+
+
+def random_weight(shape: tuple[int, ...], dtype: str) -> NDArray[np.uint8]:
+    """Small numbers, the same few again and again; the speed does not depend on them."""
+    noise = 0.02 * np.random.default_rng(0).standard_normal(4099, np.float32)
+    bits = {
+        "float32": noise.view(np.uint32),
+        "bfloat16": (noise.view(np.uint32) >> 16).astype(np.uint16),
+        "float16": noise.astype(np.float16).view(np.uint16),
+    }[dtype]
+    return np.resize(bits, int(np.prod(shape))).view(np.uint8)
 
 
 if __name__ == "__main__":
