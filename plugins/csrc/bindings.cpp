@@ -203,7 +203,7 @@ void run_op(const std::string& op, const std::vector<ViewArgument>& inputs, cons
     const Batch batch = arguments ? arguments->view(0) : Batch{};
     const nb::gil_scoped_release unlocked;
     WorkerPool pool(threads);
-    ScratchPages scratch;
+    ScratchPages scratch(true);  // tests run here: what is read without having been written shows
     KvCache none;
     const Awake awake(pool);
     kernel->run({in, out, pool, scratch, batch, kv ? kv->cache() : none});

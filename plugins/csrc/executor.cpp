@@ -53,6 +53,7 @@ Executor::Executor(std::vector<ValueSpec> values, std::vector<StepSpec> steps, s
     : values_(std::move(values)),
       weights_(std::move(weights)),
       arena_(arena_bytes),
+      scratch_(poison),
       kv_(std::move(kv)),
       pool_(threads),
       poison_(poison) {

@@ -67,13 +67,16 @@ Pages& Pages::operator=(Pages&& other) noexcept {
 
 void* ScratchPages::get(std::size_t bytes) {
   const std::size_t rounded = product(bytes / 64 + 1, 64);
-  wanted_ += rounded;
+  std::byte* memory;
   if (rounded <= block_.size() - used_) {
-    void* memory = block_.data() + used_;
+    memory = block_.data() + used_;
     used_ += rounded;
-    return memory;
+  } else {
+    memory = extra_.emplace_back(rounded).data();
   }
-  return extra_.emplace_back(rounded).data();
+  wanted_ += rounded;
+  if (poison_) std::memset(memory, 0xff, rounded);
+  return memory;
 }
 
 void ScratchPages::reset() {

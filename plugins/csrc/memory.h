@@ -31,6 +31,8 @@ class Pages {
 // enough for all.
 class ScratchPages final : public Scratch {
  public:
+  // With poison, what is handed out is filled with NaN.
+  explicit ScratchPages(bool poison) : poison_(poison) {}
   void* get(std::size_t bytes) override;
   void reset();
 
@@ -38,6 +40,7 @@ class ScratchPages final : public Scratch {
   Pages block_;
   std::vector<Pages> extra_;
   std::size_t used_ = 0, wanted_ = 0;
+  const bool poison_;
 };
 
 struct KvShape {
