@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 build_scripts/setup.sh build
 models=${LLMC_MODELS:-models}
-engine=$models/smollm2.engine
+engine=models/smollm2.engine
 .venv/bin/python build_scripts/fetch_smollm2.py "$models"
 if [ ! -e "$engine" ]; then
   .venv/bin/llmc build "$models/SmolLM2-135M-Instruct.Q4_1.gguf" -o "$engine"
