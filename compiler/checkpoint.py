@@ -207,12 +207,16 @@ def _check_all_there(directory: ModelDirectory, index: Mapping[str, str]) -> Non
             raise CheckpointError(
                 f"{directory.path / INDEX}: {shard!r} is not the plain name of a file in this directory"
             )
-        if not directory.has(shard):
-            lost = [tensor for tensor, name in index.items() if name == shard]
-            raise CheckpointError(
-                f"{directory.path}: the shard {shard} is missing, and with it {len(lost)} tensors: "
-                f"{', '.join(lost[:8])}" + (" ..." if len(lost) > 8 else "")
-            )
+    missing = [shard for shard in sorted(set(index.values())) if not directory.has(shard)]
+    if missing:
+        lost = [tensor for tensor, name in index.items() if name in missing]
+        raise CheckpointError(
+            f"{directory.path}: missing are {_some(missing)}, which hold {len(lost)} of the tensors: {_some(lost)}"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
 def _check_index(directory: ModelDirectory, index: Mapping[str, str], home: Mapping[str, str]) -> None:

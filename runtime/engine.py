@@ -25,6 +25,9 @@ from llmc.runtime.safetensors_file import Header, read_header
 
 WEIGHTS = "weights.safetensors"
 
+WEIGHTS_ALIGNMENT = 64
+"""Of the data of weights.safetensors in its file, and so in memory."""
+
 MAX_JSON_BYTES = 1 << 29
 """No JSON file of an engine is larger than this (512 MiB)."""
 
@@ -273,6 +276,10 @@ def _map_weights(directory: int, expected: FileEntry, path: Path) -> tuple[mmap.
         if (size := os.fstat(fd).st_size) != expected.size:
             raise EngineError(f"{where}: expected {expected.size} bytes, found {size}; the file is damaged")
         header = read_header(fd, str(where))
+        if header.data_begin % WEIGHTS_ALIGNMENT:
+            raise EngineError(
+                f"{where}: the data begin at byte {header.data_begin}, no multiple of {WEIGHTS_ALIGNMENT}"
+            )
         _check_digest(_digest(fd), expected, where)
         return mmap.mmap(fd, size, prot=mmap.PROT_READ), header
 

@@ -103,6 +103,8 @@ def _tensor(name: str, entry: object, data_begin: int, where: str, error: type[L
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
         raise error(f"{spot}: data_offsets {offsets!r:.80} are no range")
     name_of_dtype, nbytes = DTYPES[dtype]
+    if offsets[0] % nbytes:
+        raise error(f"{spot}: begins at byte {offsets[0]} of the data, which is no multiple of its {nbytes}-byte items")
     for n in shape:
         nbytes *= n
         if nbytes >= 1 << 63:

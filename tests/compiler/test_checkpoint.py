@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from checkpoints import (
 )
 from configs import CONFIGS
 
+from llmc.compiler.api import build_engine
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.model_config import eos_token_ids, generation_defaults
 from llmc.compiler.weights import read
@@ -70,20 +74,24 @@ def test_norms_in_another_dtype_do_not_decide(tmp_path: Path) -> None:
     assert Checkpoint.open(write_model(tmp_path, arrays)).dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
-def test_8_bit_floats_keep_their_values(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_art_06_short_floats_keep_their_values(tmp_path: Path, dtype: str) -> None:
+    """Whole numbers, NaN, a subnormal, minus zero."""
     arrays = llama_arrays()
-    special = np.array([1.0, -0.5, 448, np.nan, 2**-9, -0.0, 1.75, 2**-6], np.float32).astype(np_dtype(dtype))
+    subnormal = 2.0**-130 if dtype == "bfloat16" else 2.0**-9 if dtype == "float8_e4m3fn" else 2.0**-16
+    special = np.array([1.0, -0.5, 448, np.nan, subnormal, -0.0, 1.75, 2**-6], np.float32).astype(np_dtype(dtype))
+    assert special[4] == subnormal
     arrays[Q] = np.tile(special, 32).reshape(16, 16)
     checkpoint = Checkpoint.open(write_model(tmp_path, arrays))
     found = read(checkpoint.weight(Q))
     assert found.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(found.astype(np.float32), arrays[Q].astype(np.float32))
     assert np.signbit(found.reshape(-1)[5].astype(np.float32))
+    assert found.reshape(-1)[4].astype(np.float32) == subnormal
 
 
 @pytest.mark.parametrize("code", ["F4", "F8_E8M0", "FOO"])
-def test_an_unknown_dtype_is_named(tmp_path: Path, code: str) -> None:
+def test_art_14_an_unknown_dtype_is_named(tmp_path: Path, code: str) -> None:
     write_llama(tmp_path)
     header = json.dumps({Q: {"dtype": code, "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(with_header(header, b"x"))
@@ -99,7 +107,7 @@ def test_tied_weights_share_one_source(tmp_path: Path) -> None:
     assert not checkpoint.warnings
 
 
-def test_a_stale_head_is_not_used_and_warned_of(tmp_path: Path) -> None:
+def test_mth_04_a_stale_head_is_not_used_and_warned_of(tmp_path: Path) -> None:
     arrays = llama_arrays()
     checkpoint = Checkpoint.open(write_model(tmp_path, arrays, tie_word_embeddings=True))
     assert same_bits(read(checkpoint.weight("lm_head.weight")), arrays["model.embed_tokens.weight"])
@@ -115,13 +123,13 @@ def test_a_tied_table_may_be_saved_under_either_name(tmp_path: Path) -> None:
     assert same_bits(read(checkpoint.weight("model.embed_tokens.weight")), arrays["lm_head.weight"])
 
 
-def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
+def test_mth_32_an_untied_head_must_be_there(tmp_path: Path) -> None:
     arrays = llama_arrays()
     del arrays["lm_head.weight"]
     refused(write_model(tmp_path, arrays), "lm_head.weight", "missing")
 
 
-def test_an_alias_in_the_metadata_is_resolved(tmp_path: Path) -> None:
+def test_art_11_an_alias_in_the_metadata_is_resolved(tmp_path: Path) -> None:
     arrays = llama_arrays()
     del arrays["lm_head.weight"]
     alias = {"format": "pt", "lm_head.weight": "model.embed_tokens.weight"}
@@ -174,6 +182,7 @@ def test_known_buffers_may_be_left_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [Q.replace("weight", "bias"), "model.layers.7.mlp.up_proj.weight", "adapter.a"])
 def test_a_tensor_that_is_left_over_is_an_error(tmp_path: Path, extra: str) -> None:
+    """MTH-29, of a bias that no one takes."""
     arrays = llama_arrays()
     arrays[extra] = np.zeros(16, np.float32)
     refused(write_model(tmp_path, arrays), extra)
@@ -205,10 +214,13 @@ def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
 # Shards and truncation -----------------------------------------------------------------------------------------------
 
 
-def test_a_missing_shard_is_found_before_any_work(tmp_path: Path) -> None:
-    names = write_sharded(tmp_path, llama_arrays())
+def test_art_12_missing_shards_are_found_before_any_work(tmp_path: Path) -> None:
+    names = write_sharded(tmp_path, llama_arrays(), 3)
     (tmp_path / names[1]).unlink()
     refused(tmp_path, names[1], "model.layers.0.input_layernorm.weight")
+    (tmp_path / names[2]).unlink()
+    (tmp_path / names[0]).write_bytes(b"")  # not looked at
+    refused(tmp_path, names[1], names[2], "14 of the tensors")
 
 
 def test_an_index_that_is_wrong(tmp_path: Path) -> None:
@@ -233,12 +245,16 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 100, 0.5])
-def test_a_truncated_shard_is_named_with_both_sizes(tmp_path: Path, cut: float) -> None:
-    names = write_sharded(tmp_path, llama_arrays())
-    path = tmp_path / names[1]
+def test_art_21_a_truncated_shard_is_named_with_both_sizes(tmp_path: Path, cut: float) -> None:
+    model = tmp_path / "model"
+    names = write_sharded(model, llama_arrays())
+    path = model / names[1]
     data = path.read_bytes()
     path.write_bytes(data[: len(data) - int(cut if cut >= 1 else len(data) * cut)])
-    refused(tmp_path, names[1], str(len(data)), str(path.stat().st_size))
+    refused(model, names[1], str(len(data)), str(path.stat().st_size))
+    with pytest.raises(CheckpointError, match=names[1]):
+        build_engine(model, tmp_path / "engine")
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_a_shard_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
@@ -288,6 +304,10 @@ BROKEN = {
     "size is true": file_of({"a": entry([True], [0, 1])}, b"x"),
     "size is a text": file_of({"a": entry(["4"])}, b"xxxx"),
     "65 dimensions": file_of({"a": entry([1] * 65, [0, 1])}, b"x"),
+    "unaligned": file_of({"a": entry([1], [0, 1]), "b": entry([1], [1, 5], "F32")}, b"x" * 5),
+    "offset of 2^64 - 1": file_of({"a": entry(offsets=[(1 << 64) - 5, (1 << 64) - 1])}, b"xxxx"),
+    "2^60 elements": file_of({"a": entry([1 << 60], [0, 1 << 60])}, b"xxxx"),
+    "2^60 tensors of nothing": (1 << 60).to_bytes(8, "little") + b'{"a": {',
     "overflow to zero": file_of({"a": entry([1 << 32, 1 << 32], [0, 0])}),
     "overflow": file_of({"a": entry([1 << 63, 2], [0, 0])}),
     "size of 2^64": file_of({"a": entry([1 << 64], [0, 0])}),
@@ -308,10 +328,24 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_malformed_file_is_refused(tmp_path: Path, case: str) -> None:
+def test_sec_03_a_malformed_file_is_refused(tmp_path: Path, case: str) -> None:
     write_llama(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(BROKEN[case])
     refused(tmp_path, "model.safetensors")
+
+
+def test_art_15_sizes_that_are_refused_take_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_llama(tmp_path)
+    Checkpoint.open(tmp_path)  # what is imported or cached at first does not count
+    tracemalloc.start()
+    for case in ("overflow to zero", "overflow", "negative size", "2^60 elements", "header of 2^63"):
+        path.write_bytes(BROKEN[case])
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        refused(tmp_path, "model.safetensors")
+        assert tracemalloc.get_traced_memory()[1] - before < 4 << 20, case
+    tracemalloc.stop()
 
 
 def test_unusual_but_proper_headers_are_read(tmp_path: Path) -> None:
@@ -336,13 +370,13 @@ def test_unusual_but_proper_headers_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../x", "a/x", "..", "", "a\\b", "a\0b"])
-def test_shard_names_that_lead_out_of_the_directory(tmp_path: Path, name: str) -> None:
+def test_sec_12_shard_names_that_lead_out_of_the_directory(tmp_path: Path, name: str) -> None:
     write_sharded(tmp_path / "model", llama_arrays())
     write_index(tmp_path / "model", {Q: name})
     refused(tmp_path / "model", "model.safetensors.index.json")
 
 
-def test_links_may_not_lead_out_of_the_directory(tmp_path: Path) -> None:
+def test_sec_12_links_may_not_lead_out_of_the_directory(tmp_path: Path) -> None:
     folder = write_llama(tmp_path / "model")
     outside = tmp_path / "outside.safetensors"
     (folder / "model.safetensors").rename(outside)
@@ -359,7 +393,7 @@ def test_links_may_not_lead_out_of_the_directory(tmp_path: Path) -> None:
     Checkpoint.open(folder)
 
 
-def test_the_layout_of_the_hub_cache(tmp_path: Path) -> None:
+def test_sec_12_the_layout_of_the_hub_cache(tmp_path: Path) -> None:
     entry_folder = tmp_path / "models--org--name"
     snapshot, blobs = entry_folder / "snapshots" / "abc", entry_folder / "blobs"
     blobs.mkdir(parents=True)
@@ -385,23 +419,38 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     refused(folder, "not a regular file")
 
 
+OPENED: list[str] = []
+
+
+@functools.cache
+def listen() -> None:
+    """From now on, every file that Python opens is in OPENED: a hook can't be removed."""
+    sys.addaudithook(lambda event, values: OPENED.append(str(values[0])) if event == "open" else None)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.ckpt"])
-def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
+def test_sec_15_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
     marker = tmp_path / "executed"
     payload = f"cposix\nsystem\n(S'touch {marker}'\ntR.".encode()
-    folder = write_llama(tmp_path / "model")
+    folder = write_llama(tmp_path / "model", num_hidden_layers=1)
     (folder / "training_args.bin").write_bytes(payload)
-    Checkpoint.open(folder)
-    (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(payload)
+    listen()
+    OPENED.clear()
+    build_engine(folder, tmp_path / "engine")
+    (folder / "model.safetensors").unlink()
     refused(folder, "safetensors only", name)
+    with pytest.raises(CheckpointError, match="safetensors only"):
+        build_engine(folder, tmp_path / "other")
+    assert any(path.endswith("model.safetensors") for path in OPENED)
+    assert not [path for path in OPENED if path.endswith((".bin", ".pt", ".ckpt"))]
     assert not marker.exists()
 
 
 # Configs -------------------------------------------------------------------------------------------------------------
 
 
-def test_config_errors_say_what_is_supported(tmp_path: Path) -> None:
+def test_art_18_config_errors_say_what_is_supported(tmp_path: Path) -> None:
     llama = "LlamaForCausalLM"
     refused(write_llama(tmp_path, architectures=...), "architectures", llama, error=CompileError)
     refused(write_llama(tmp_path, architectures=["FooForCausalLM"]), "FooForCausalLM", llama, error=CompileError)
@@ -459,7 +508,7 @@ def test_directories_without_a_model(tmp_path: Path) -> None:
     refused(tmp_path, "config.json")
 
 
-def test_end_tokens_come_from_the_generation_config_first() -> None:
+def test_tok_14_end_tokens_come_from_the_generation_config_first() -> None:
     class Config:
         eos_token_id = 2
 

@@ -136,7 +136,7 @@ def test_a_flipped_byte_anywhere_in_the_weights(engine: Path) -> None:
         refused(engine, "weights.safetensors")
 
 
-def test_files_are_verified_by_path_even_if_two_have_the_same_digest(engine: Path) -> None:
+def test_art_10_files_are_verified_by_path_even_if_two_have_the_same_digest(engine: Path) -> None:
     for name in ("a.json", "b.json"):
         replace(engine, name, b"{}")
     load_engine(engine)
@@ -144,7 +144,7 @@ def test_files_are_verified_by_path_even_if_two_have_the_same_digest(engine: Pat
     refused(engine, "b.json")
 
 
-def test_links_are_not_followed(engine: Path) -> None:
+def test_sec_12_links_are_not_followed(engine: Path) -> None:
     target = engine.parent / "outside"
     (engine / "recipe.json").rename(target)
     (engine / "recipe.json").symlink_to(target)
@@ -159,7 +159,7 @@ def test_links_are_not_followed(engine: Path) -> None:
     refused(engine, "tokenizer/")
 
 
-def test_another_format_or_target_is_refused_first(engine: Path) -> None:
+def test_art_03_another_format_or_target_is_refused_first(engine: Path) -> None:
     (engine / "weights.safetensors").unlink()  # nothing else is looked at
     edit(engine, lambda value: value.update(format=7, llmc="9.1", surprise=1))
     refused(engine, "format 7", "llmc 9.1", "format 1", "llmc build MODEL -o ENGINE --force --max-seq-len 64")
@@ -213,6 +213,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_a_manifest_that_is_wrong(engine: Path, case: str) -> None:
+    """SEC-12, of names that lead elsewhere, and the rest of the schema."""
     edit(engine, MANIFESTS[case])
     refused(engine, "engine.json")
 
@@ -225,12 +226,19 @@ def test_a_manifest_that_is_no_json(engine: Path, text: bytes) -> None:
     refused(engine, "engine.json")
 
 
-def test_a_broken_engine_does_not_hide_others(built: Path, engine: Path) -> None:
+def test_art_09_a_broken_engine_does_not_hide_others(built: Path, tmp_path: Path) -> None:
     """Listings read one manifest at a time, and name the bad one."""
-    (engine / "engine.json").write_text("{")
-    assert read_manifest(built).target == "cpu"
-    with pytest.raises(EngineError, match=str(engine)):
-        read_manifest(engine)
+    for name in "abc":
+        shutil.copytree(built, tmp_path / name)
+    (tmp_path / "b/engine.json").write_text("{")
+    problems = {}
+    for path in sorted(tmp_path.iterdir()):
+        try:
+            assert read_manifest(path) == load_engine(path).manifest
+        except EngineError as problem:
+            problems[path.name] = str(problem)
+    assert list(problems) == ["b"]
+    assert problems["b"].startswith(str(tmp_path / "b/engine.json"))
 
 
 def test_a_manifest_is_written_as_it_is_read(built: Path) -> None:
@@ -313,12 +321,21 @@ def test_a_plan_that_is_wrong_in_an_engine_with_right_checksums(engine: Path, ca
     refused(engine, "plan.json")
 
 
-def test_weights_with_a_hostile_header_in_an_engine_with_right_checksums(engine: Path) -> None:
+def test_sec_03_weights_with_a_hostile_header_in_an_engine_with_right_checksums(engine: Path) -> None:
     from checkpoints import with_header
 
     header = {"a": {"dtype": "U8", "shape": [1 << 40], "data_offsets": [0, 1 << 40]}}
     replace(engine, "weights.safetensors", with_header(json.dumps(header).encode(), b"x"))
     refused(engine, "weights.safetensors")
+
+
+def test_sec_03_weights_out_of_line(engine: Path) -> None:
+    """Kernels take it that numbers begin at multiples of their size."""
+    data = (engine / "weights.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    longer = (length + 2).to_bytes(8, "little") + data[8 : 8 + length] + b"  " + data[8 + length :]
+    replace(engine, "weights.safetensors", longer)
+    refused(engine, "weights.safetensors", "no multiple of 64")
 
 
 def test_sizes_in_json() -> None:
