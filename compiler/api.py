@@ -120,10 +120,16 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     target = find_target(config.target)
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     longest = facts.model_limit(checkpoint.config)
     if longest is not None and limits.max_seq_len > longest:
         progress.note(
             f"--max-seq-len {limits.max_seq_len} is more than the {longest} positions that the model was made for"
+        )
+    if dtype == "float16" != checkpoint.dtype:
+        progress.note(
+            "activations stay float32, so those beyond the range of float16 (65504) are kept; "
+            f"keys and values are stored as {kv_dtype}"
         )
     progress.step("tracing")
     program = trace(checkpoint.config, max_seq_len=limits.max_seq_len)
@@ -141,7 +147,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         target,
         limits,
         dtype,
-        dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        kv_dtype,
     )
 
 

@@ -22,6 +22,7 @@ from llmc.compiler import safetensors_writer
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.engine_writer import ArrayTensor
+from llmc.compiler.progress import Progress
 from llmc.errors import CheckpointError, CompileError, ResourceError, UsageError
 from llmc.plugins.linear import packing
 from llmc.runtime import selftest
@@ -196,6 +197,25 @@ def test_weights_are_stored_as_asked(tmp_path: Path, dtype: str) -> None:
     assert engine.weights["model.layers.0.mlp.down_proj.weight"].dtype == dtype == engine.kv_cache.dtype
     assert result.engine_bytes == sum(p.stat().st_size for p in (tmp_path / "engine").rglob("*") if p.is_file())
     assert result.digest == engine.digest
+
+
+def test_mth_04_a_stale_head_does_not_reach_the_engine(tmp_path: Path) -> None:
+    """The warning is printed and kept; the weights are those of a checkpoint without it."""
+    notes: list[str] = []
+
+    class Told(Progress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    arrays = llama_arrays(num_hidden_layers=1)
+    stale = write_model(tmp_path / "stale", arrays, num_hidden_layers=1, tie_word_embeddings=True)
+    clean = write_llama(tmp_path / "clean", num_hidden_layers=1, tie_word_embeddings=True)
+    build_engine(stale, tmp_path / "a", progress=Told())
+    build_engine(clean, tmp_path / "b")
+    first, second = ((tmp_path / name / "weights.safetensors").read_bytes() for name in "ab")
+    assert first == second
+    assert [note for note in notes if "lm_head.weight" in note]
+    assert "lm_head.weight" in json.loads((tmp_path / "a/report.json").read_text())["warnings"][0]
 
 
 def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:

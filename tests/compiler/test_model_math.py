@@ -1,16 +1,24 @@
 """The mathematics of configs, at the level of the traced graph: ropes, windows, head sizes, old spellings.
 
-Names such as MTH-07 are those of the collected bug cases.
+Names such as MTH-07 are those of tests/test_bug_cases.py.
 """
 
+from pathlib import Path
 from typing import Any
 
+import engines
+import numpy as np
 import pytest
 import torch
+from checkpoints import llama_arrays, np_dtype, write_model
 from configs import CONFIGS, SIZES, rope
 from packed import differences, expected_logits, one_sequence, random_ids, random_model, traced
-from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
+from llmc import LLM, SamplingParams
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.compiler.progress import Progress
 from llmc.compiler.trace import trace
 from llmc.errors import CompileError
 
@@ -191,6 +199,80 @@ class TestWindow:
         assert changed[3] > 0
         assert changed[4] == 0
         torch.testing.assert_close(one_sequence(module, ids), expected_logits(model, ids), rtol=0, atol=TOLERANCE)
+
+
+class Notes(Progress):
+    """What a build tells its user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def note(self, text: str) -> None:
+        self.text += text + "\n"
+
+
+class TestEngines:
+    """The same, as far as the text of a built engine."""
+
+    def longest(self, config: Any, folder: Path, prompt: int, tokens: int, **limits: int) -> tuple[Any, Any]:
+        """The engine, and a continuation that is what transformers would say."""
+        model, path = engines.build(config, folder, **limits)
+        llm = LLM(path, threads=1)
+        ids = random_ids(config, only=prompt)["only"][0].tolist()
+        (result,) = llm.generate([ids], SamplingParams(max_tokens=tokens, ignore_eos=True))
+        assert engines.is_greedy(model, ids, result.token_ids)
+        return llm.engine, result
+
+    @pytest.mark.parametrize(("limit", "factors", "tokens"), [(256, "long", 10), (64, "short", 4)])
+    def test_longrope(self, tmp_path: Path, limit: int, factors: str, tokens: int) -> None:
+        """MTH-25: from token 60 over 64, with the factors of the longest sequence; or to the end at 64."""
+        config = CONFIGS["phi3_longrope"].make()
+        engine, result = self.longest(config, tmp_path, 60, 10, max_seq_len=limit)
+        assert (len(result.token_ids), result.finish_reason) == (tokens, "length")
+        assert f"{factors} factors" in engine.model.rope
+
+    def test_dynamic(self, tmp_path: Path) -> None:
+        """MTH-15: for twice the trained length, told and recorded."""
+        config = llama(max_position_embeddings=64, **rope("dynamic", factor=2.0))
+        engine, result = self.longest(config, tmp_path, 118, 10, max_seq_len=128)
+        assert result.usage.total_tokens == 128
+        notes = Notes()
+        build_engine(tmp_path / "model", tmp_path / "again", BuildConfig(max_seq_len=128), progress=notes)
+        for text in (engine.model.rope, notes.text):
+            assert "dynamic NTK, factor 2, frozen for max_seq_len 128" in text
+
+    def test_activations_beyond_float16(self, tmp_path: Path) -> None:
+        """MTH-13: a bfloat16 model whose MLP leaves the range of float16 says the same in float16."""
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 128}
+        arrays = llama_arrays(**sizes)
+        rows = np.random.default_rng(0).normal(size=(128, 64)).astype(np.float32)
+        arrays["model.embed_tokens.weight"] = rows * 1000
+        arrays["lm_head.weight"] = np.roll(rows, 1, axis=0)  # the next token is the next id
+        factors = {"gate_proj": 30, "up_proj": 30, "down_proj": 3e-4, "o_proj": 0}
+        for name, array in arrays.items():
+            array *= next((factor for part, factor in factors.items() if part in name), 1)
+            if array.ndim == 1:
+                array[:] = 1
+        arrays = {name: array.astype(np_dtype("bfloat16")) for name, array in arrays.items()}
+        folder = write_model(tmp_path / "model", arrays, **sizes, torch_dtype="bfloat16")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        largest: list[float] = []
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_pre_hook(lambda _, x: largest.append(float(x[0].abs().max())))
+        texts = {}
+        for dtype in ("bfloat16", "float16"):
+            notes = Notes()
+            build_engine(folder, tmp_path / dtype, BuildConfig(dtype=dtype), progress=notes)
+            assert ("range of float16" in notes.text) == (dtype == "float16")
+            (result,) = LLM(tmp_path / dtype, threads=1).generate(
+                [[7, 40]], SamplingParams(max_tokens=20, ignore_eos=True)
+            )
+            assert result.finish_reason == "length"
+            texts[dtype] = result.token_ids
+        assert texts["float16"] == texts["bfloat16"] == tuple(range(41, 61))
+        assert engines.is_greedy(model, [7, 40], texts["float16"])
+        assert min(largest) > 65504
 
 
 class TestOldSpelling:

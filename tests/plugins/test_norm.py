@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llmc.plugins import kernels
 from llmc.plugins.norm import KINDS
@@ -28,6 +30,18 @@ def test_the_reference_is_what_pytorch_computes() -> None:
     close(reference(x, weight, None, epsilon=1e-4, kind="rms", offset=0.0), rms(x).detach())
     close(reference(x, weight - 1, None, epsilon=1e-4, kind="rms", offset=1.0), rms(x).detach())
     close(reference(x, None, None, epsilon=1e-4, kind="l2", offset=0.0), nn.functional.normalize(x, dim=-1, eps=1e-4))
+
+
+@ISAS
+@pytest.mark.parametrize(("variant", "offset", "ulps"), [(LlamaRMSNorm, 0.0, 1), (Gemma2RMSNorm, 1.0, 0)])
+def test_mth_01_order_and_dtype_of_the_weight(isa: str, variant: type[nn.Module], offset: float, ulps: int) -> None:
+    """Llama rounds to bfloat16 before it multiplies by the weight, Gemma after; here nothing is rounded in between."""
+    x, weight = np.arange(1, 257, dtype=np.float32)[None], np.full(256, 1.001, np.float32)
+    module = variant(256, eps=1e-5)
+    module.weight.data = torch.from_numpy(weight)
+    wanted = module(torch.from_numpy(x).bfloat16()).detach().bfloat16().view(torch.int16).numpy()
+    found = torch.from_numpy(run(x, weight, isa=isa, offset=offset)).bfloat16().view(torch.int16).numpy()
+    assert np.abs(found.astype(int) - wanted).max() <= ulps
 
 
 @ISAS
