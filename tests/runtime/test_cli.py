@@ -172,6 +172,21 @@ def test_file(run: Any, tmp_path: Path) -> None:
     assert target.stat().st_mode & 0o600 == 0o600
 
 
+def test_stp_09_bytes_that_are_no_text(run: Any, tmp_path: Path) -> None:
+    """In a line, and as tokens: each has its answer or its error, the file stays JSON, and the others run."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    tokens = json.dumps({"token_ids": [258, 257, 384], "stop": ["a"]}).encode()
+    source.write_bytes(
+        b'{"prompt": "\xff\xfe"}\n{"prompt": "hello", "\xff": 1}\n' + tokens + b'\n{"prompt": "hello"}\n'
+    )
+    assert run("--input", str(source), "--output", str(target)).exit_code == 1
+    records = [json.loads(line) for line in target.read_bytes().decode().splitlines()]
+    assert ["error" in record for record in records] == [True, True, True, False]
+    assert all("utf-8" in record["error"]["message"] for record in records[:2])
+    assert records[2]["error"]["message"].endswith("384 is not a token id below 384")
+    assert records[3]["choices"][0]["text"] == " world"
+
+
 def test_file_from_stdin_to_stdout(run: Any) -> None:
     result = run("--input", "-", stdin="".join(json.dumps({"prompt": "hello", "id": i}) + "\n" for i in range(100)))
     assert result.exit_code == 0

@@ -212,7 +212,7 @@ def test_a_failed_step_fails_only_its_own_requests(kit: Any) -> None:
     runner.assert_empty()
 
 
-def test_rows_that_are_not_finite_end_their_own_request(kit: Any) -> None:
+def test_mth_13_rows_that_are_not_finite_end_their_own_request(kit: Any) -> None:
     def model(history: tuple[int, ...]) -> Any:
         logits = kit.hashed(history)
         if history[0] == 5 and len(history) == 12:
