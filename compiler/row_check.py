@@ -121,6 +121,8 @@ class _Checker:
         for value in _tensors(node):
             self._check_sizes(node, value)
         name = op_name(node)
+        if name == "aten.slice":
+            self._slice(node)
         inputs = [i for i in node.all_input_nodes if self._axis(i) is not None]
         if name in _COUNTERS and self._axis(node) is not None:
             raise _error(node, "counts the tokens of the step, where it should read position_ids")
@@ -209,9 +211,14 @@ class _Checker:
         dims = _dims(node) or [0]
         source = node.args[0]
         assert isinstance(source, fx.Node), f"{node} cuts {source}"
+        if self._axis(source) is None and self._axis(node) is not None:
+            raise _error(node, "counts the tokens of the step, where it should read position_ids")
         cut = self._axis(source) == dims[0] % _rank(source)
         if cut and str(tensor(source).shape) != str(tensor(node).shape):  # type: ignore[union-attr]
             raise _error(node, "takes a part of the tokens of the step")
+
+    def _nothing(self, node: fx.Node) -> None:
+        """Checked already."""
 
     def _repeat(self, node: fx.Node) -> None:
         source, repeats = node.args[:2]
@@ -268,7 +275,7 @@ class _Checker:
 
 
 _SPECIAL: dict[str, Callable[[_Checker, fx.Node], None]] = {
-    "aten.slice": _Checker._slice,
+    "aten.slice": _Checker._nothing,
     "aten.narrow": _Checker._slice,
     "aten.repeat": _Checker._repeat,
     "aten.repeat_interleave": _Checker._repeat_interleave,

@@ -48,6 +48,7 @@ MIXED = {
     "reshape": lambda x, p: x.reshape(1, 6, -1).transpose(1, 2),
     "sorted tokens": lambda x, p: x[:, x[0, :, 0].argsort()],
     "counted tokens": lambda x, p: x + torch.arange(x.shape[1])[None, :, None],
+    "a table cut to the tokens": lambda x, p: x + torch.arange(12e6).view(-1, 6)[: x.shape[1]],
     "product over tokens": lambda x, p: x @ (x.transpose(1, 2) @ x)[0],
 }
 

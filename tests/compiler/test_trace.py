@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from configs import CONFIGS, EXPERTS, SIZES
+from more_configs import MORE
 from packed import differences, traced
 from torch import fx
 from transformers import (
@@ -50,9 +51,9 @@ def llama(**values: Any) -> Any:
     return LlamaConfig(**SIZES | values)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *(f"more-{name}" for name in MORE)])
 def test_equals_transformers(name: str) -> None:
-    entry = CONFIGS[name]
+    entry = MORE[name.removeprefix("more-")] if name.startswith("more-") else CONFIGS[name]
     alone, together = differences(entry.make(), entry.reference, entry.max_len)
     assert alone < TOLERANCE
     assert together < TOLERANCE

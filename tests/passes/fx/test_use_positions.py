@@ -60,3 +60,20 @@ def test_leaves_near_misses_alone(count: Count, export) -> None:
     module = export(Model(count))
     assert not UsePositions()(module)
     assert counts(module) == 1
+
+
+def test_tables_are_looked_up(export) -> None:
+    """Rules 2 and 3: a table of a fixed size that is cut to, or indexed by, the number of tokens."""
+    table = torch.arange(float(1 << 21))[:, None].sqrt()  # longer than any T, so that no bound on T is traced
+    module = export(Model(lambda x: x + table[: x.shape[0]] + table[tokens(x)]))
+    assert UsePositions()(module)
+    assert counts(module) == 0
+    ids, positions = torch.tensor([[1, 2, 3]]), torch.tensor([[9, 0, 3]])
+    expected = module.embed.weight[ids[0]] + 2 * table[positions[0]]
+    torch.testing.assert_close(module(ids, positions, torch.tensor([0])), expected)
+    assert not UsePositions()(module), "a second run changes nothing"
+
+
+def test_a_table_cut_behind_its_first_entry_stays(export) -> None:
+    table = torch.arange(float(1 << 21))[:, None]
+    assert not UsePositions()(export(Model(lambda x: x + table[1 : x.shape[0] + 1])))
