@@ -25,7 +25,7 @@ class UsePositions(FxPass):
     1. It counts all tokens from 0 by 1.
     2. No index of rows is made of it: that one counts rows, whatever request they are of. An index into a table of a
        fixed size is no such index.
-    3. A table of a fixed size that is cut to the number of tokens, table[:, :T], is looked up: table[:, position_ids[0]].
+    3. A table of a fixed size that is cut to the number of tokens is looked up: table[:T] -> table[position_ids[0]].
     """
 
     runs_after = ("CleanUp",)
@@ -69,7 +69,7 @@ def _cuts_table(node: fx.Node) -> bool:
         return False
     dim, start, step = arguments(node, ("dim", "start", "step"))
     size = after.shape[dim]
-    return start in (None, 0) and step == 1 and is_dynamic(size) and bool(size.node.expr.is_symbol)  # type: ignore[attr-defined]
+    return start in (None, 0) and step == 1 and is_dynamic(size) and bool(size.node.expr.is_symbol)
 
 
 def _becomes_index(counted: fx.Node, user: fx.Node) -> bool:
