@@ -1,6 +1,9 @@
 """The contract: on every sample, the kernels of every instruction set agree with the op's reference."""
 
+import ctypes
 import dataclasses
+import mmap
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -36,6 +39,21 @@ def test_kernel_agrees_with_reference(op: Op, isa: str) -> None:
                 np.testing.assert_allclose(one, other, op.rtol, op.atol, equal_nan=True, err_msg=message)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called as Linux has it")
+@pytest.mark.parametrize(("op", "isa"), CASES)
+def test_kernel_stays_within_its_arrays(op: Op, isa: str) -> None:
+    """Every array lies at a page that can't be touched, and inputs can't be written: a mistake is a crash."""
+    for number, (sample, expected) in enumerate(_expected(op.name)):
+        for inputs in _forms(op.name, sample.inputs):
+            at_end = number % 3 != 0
+            guarded = [None if array is None else _guarded(array, at_end, writable=False) for array in inputs]
+            found = [_guarded(array, at_end, writable=True) for array in expected]
+            batch, kv = (None, None) if sample.context is None else _paged(sample)
+            kernels.run_op(op.name, guarded, found, sample.attributes, isa=isa, threads=2, batch=batch, kv=kv)
+            for one, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(one, other, op.rtol, op.atol, equal_nan=True)
+
+
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in all_ops().values()])
 def test_unknown_attributes_are_refused(op: Op) -> None:
     sample = next(op.samples(np.random.default_rng(0)))
@@ -65,6 +83,23 @@ def _reference(op: Op, sample: Sample, inputs: Sequence[Any]) -> list[np.ndarray
 def _filled(like: np.ndarray) -> np.ndarray:
     """Memory in which what a kernel leaves out shows."""
     return np.frombuffer(bytearray(b"\xaa" * like.nbytes), like.dtype).reshape(like.shape)
+
+
+def _guarded(array: np.ndarray, at_end: bool, *, writable: bool) -> np.ndarray:
+    """A copy between two pages that can't be touched, and at one of them."""
+    page, size = mmap.PAGESIZE, array.nbytes
+    room = -(-max(size, 1) // page) * page
+    memory = mmap.mmap(-1, room + 2 * page)
+    start = page + (room - size if at_end else 0)
+    copy = np.frombuffer(memory, array.dtype, array.size, start).reshape(array.shape)
+    copy[...] = array if not writable else _filled(array)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    for begin, length, rights in ((0, page, 0), (page, room, access), (page + room, page, 0)):
+        assert mprotect(address + begin, length, rights) == 0, f"mprotect: errno {ctypes.get_errno()}"
+    return copy
 
 
 def _tensor(array: np.ndarray | None, double: bool) -> torch.Tensor | None:
