@@ -122,6 +122,21 @@ class Mask:
     reach: int = 0
     """Size of the window or chunk."""
 
+    @property
+    def window(self) -> int:
+        """Size of the sliding window, or 0. Raises CompileError if the mask is not causal."""
+        return self._reach_of("sliding")
+
+    @property
+    def chunk(self) -> int:
+        """Size of the chunks, or 0. Raises CompileError if the mask is not causal."""
+        return self._reach_of("chunked")
+
+    def _reach_of(self, kind: str) -> int:
+        if self.kind == "bidirectional":
+            raise CompileError("attention to later tokens (no causal mask) is not supported")
+        return self.reach if self.kind == kind else 0
+
     def __getitem__(self, index: Any) -> Mask:  # some models cut the mask to the number of keys
         return self
 
@@ -179,16 +194,13 @@ def _attention(
         attention_mask = Mask("sliding" if sliding_window else "causal", int(sliding_window or 0))
     if not isinstance(attention_mask, Mask):
         raise CompileError(f"{where}: attention with a mask of the model's own is not supported")
-    kind, size = attention_mask.kind, attention_mask.reach
-    if kind == "bidirectional":
-        raise CompileError(f"{where}: attention to later tokens (no causal mask) is not supported")
     out = attend(
         query,
         key,
         value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=size if kind == "sliding" else 0,
-        chunk=size if kind == "chunked" else 0,
+        window=attention_mask.window,
+        chunk=attention_mask.chunk,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

@@ -7,6 +7,7 @@ from transformers import MegatronBertConfig
 
 from llmc.compiler.families.base import Fix, modules_of
 from llmc.compiler.hooks import attend
+from llmc.errors import CompileError
 
 _ATTENTION = ("MegatronBertSelfAttention", "RemBertSelfAttention", "BigBirdSelfAttention", "RoFormerSelfAttention")
 
@@ -16,6 +17,8 @@ def _patch(model: Any, max_seq_len: int) -> None:
         model.bert.set_attention_type("original_full")  # as transformers does once there is a cache
     for name in _ATTENTION:
         for attention in modules_of(model, name):
+            if not attention.is_decoder:
+                raise CompileError(f"{name}: attention to later tokens (is_decoder is false) is not supported")
             attention.forward = _forward(attention)
 
 

@@ -14,6 +14,19 @@ HEADS = SMALL | {"head_dim": 16}
 WINDOW = {"sliding_window": 8}
 SHARED = {"shared_expert_intermediate_size": 48, "shared_intermediate_size": 48}
 DECODER = {"is_decoder": True, "type_vocab_size": 2}
+BART = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "max_position_embeddings": MAX_LEN,
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -106,19 +119,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "lfm2": SMALL | {"layer_types": ["full_attention"] * 2},
     "qwen3_next": HEADS | FINE_EXPERTS | SHARED | {"layer_types": ["full_attention"] * 2},
     # decoders from families of encoders
-    "bart": {
-        "vocab_size": 128,
-        "d_model": 64,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 96,
-        "encoder_layers": 1,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 96,
-        "max_position_embeddings": MAX_LEN,
-        "is_decoder": True,
-        "is_encoder_decoder": False,
-    },
+    "bart": BART,
     "bert": NO_GQA | DECODER,
     "roberta": NO_GQA | DECODER,
     "roformer": NO_GQA | DECODER,

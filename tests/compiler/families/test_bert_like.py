@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from configs import NO_GQA
 from packed import check_fix, differences
-from transformers import BigBirdConfig, RemBertConfig, RoFormerConfig
+from transformers import CONFIG_MAPPING, BigBirdConfig, RemBertConfig, RoFormerConfig
 
 from llmc.compiler.families import bert_like
+from llmc.compiler.trace import trace
+from llmc.errors import CompileError
 
 
 def test_fix() -> None:
@@ -28,3 +30,9 @@ def test_fix() -> None:
 )
 def test_architectures(config: Any) -> None:
     assert max(differences(config())) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["megatron-bert", "roformer", "bert"])
+def test_encoders_are_refused(model_type: str) -> None:
+    with pytest.raises(CompileError, match="attention to later tokens"):
+        trace(CONFIG_MAPPING[model_type](**NO_GQA, is_decoder=False), max_seq_len=64)
