@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ def test_stories_golden_text(shared: Path, tmp_path: Path) -> None:
 def test_greedy_tokens_equal_transformers(
     name: str, count: int, new: int, shared: Path, real_model: ModelFinder, engine: Callable[..., Path]
 ) -> None:
-    """Weights in float32 on both sides. 20 prompts of each model: build_scripts/compare_greedy.py."""
+    """Weights in float32 on both sides."""
     directory = real_model(name)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = [tokenizer(text).input_ids for text in prompts(shared, count)]
@@ -106,3 +108,13 @@ def test_perplexity_equals_transformers(
     perplexity = math.exp(-sum(scores) / len(scores))
     print(f"{name}: perplexity {perplexity:.4f}, transformers {PERPLEXITY[name]}")
     assert perplexity == pytest.approx(PERPLEXITY[name], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "expected"),
+    [("generate.py", (), "'The capital of France is' -> ' Paris."), ("chat.py", ("What is 2 + 2?",), "4")],
+)
+def test_examples_run(example: str, arguments: tuple[str, ...], expected: str, engine: Callable[..., Path]) -> None:
+    script = Path(__file__).parents[2] / "examples" / example
+    command = [sys.executable, "-P", str(script), str(engine(f"{SMOLLM2}-float32", "float32")), *arguments]
+    assert expected in subprocess.run(command, capture_output=True, text=True, check=True).stdout
