@@ -13,7 +13,6 @@ from packed import differences, traced
 from torch import fx
 from transformers import (
     BartConfig,
-    DogeConfig,
     Lfm2Config,
     LlamaConfig,
     MambaConfig,
@@ -22,6 +21,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmc.compiler import hooks
+from llmc.compiler import trace as tracer
 from llmc.compiler.trace import bind, build_model, trace
 from llmc.errors import CompileError
 from llmc.passes.fx.nodes import op_name
@@ -153,13 +153,18 @@ def test_a_weight_of_another_shape_is_refused() -> None:
             r"recurrent state \(conv\)",
         ),
         (lambda: llama(architectures=["FooForCausalLM"]), "'FooForCausalLM'.*'LlamaForCausalLM'"),
-        (lambda: DogeConfig(**SIZES), "attention"),
     ],
-    ids=["no causal model", "encoder-decoder", "mamba", "convolution", "another architecture", "own mask"],
+    ids=["no causal model", "encoder-decoder", "mamba", "convolution", "another architecture"],
 )
 def test_what_is_not_supported_is_named(config: Any, message: str) -> None:
     with pytest.raises(CompileError, match=message):
         trace(config(), max_seq_len=64)
+
+
+def test_a_family_with_its_own_attention_needs_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer, "all_fixes", dict)
+    with pytest.raises(CompileError, match="BloomForCausalLM: it computes attention by itself"):
+        trace(CONFIGS["bloom"].make(), max_seq_len=64)
 
 
 def test_attention_with_an_unknown_argument_is_refused() -> None:
