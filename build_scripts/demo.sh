@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 build_scripts/setup.sh build
 models=${LLMC_MODELS:-models}
 engine=models/smollm2.engine
+mkdir -p models
 .venv/bin/python build_scripts/fetch_smollm2.py "$models"
 if [ ! -e "$engine" ]; then
   .venv/bin/llmc build "$models/SmolLM2-135M-Instruct.Q4_1.gguf" -o "$engine"
