@@ -1,0 +1,127 @@
+"""Rounding to integers with scales: what all methods for int4 and int8 share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.quantization.base import BITS, CodeArray, FloatArray, Method, Quantized, Scheme
+from llmc.quantization.options import option
+
+
+@dataclass(frozen=True)
+class IntegerMethod(Method):
+    """A method that stores int4 or int8 in groups."""
+
+    bits: int = option(4, "bits of a weight", choices=(4, 8))
+    group: int = option(128, "columns that share a scale; 0 or -1: a whole row")
+    sym: bool = option(True, "no zero points")
+
+    def __post_init__(self) -> None:
+        _ = self.weights  # refuses groups that don't exist
+
+    @property
+    def weights(self) -> Scheme:
+        """How the weights are stored."""
+        return Scheme(f"int{self.bits}", self.group, self.sym)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The numbers that the codes of a group stand for: scale [...], zero [...] as float32 (8 or 128 if symmetric)."""
+
+    scale: FloatArray
+    zero: FloatArray
+
+
+def round_scale(scale: npt.NDArray[Any]) -> FloatArray:
+    """Rounds to 11 significant bits, so that float16 holds it exactly if it is in its normal range; 0 becomes 1."""
+    mantissa, exponent = np.frexp(np.asarray(scale, np.float32))
+    rounded = np.atleast_1d(np.ldexp(np.rint(mantissa * np.float32(2048)) / np.float32(2048), exponent))
+    rounded[rounded == 0] = 1
+    return np.asarray(rounded, np.float32)
+
+
+def split_groups(values: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
+    """[..., K] -> [..., G, group], the last group filled up with zeros."""
+    columns = values.shape[-1]
+    size = group or columns
+    count = -(-columns // size)
+    if count * size != columns:
+        padding = [(0, 0)] * (values.ndim - 1) + [(0, count * size - columns)]
+        values = np.pad(values, padding)
+    return values.reshape(*values.shape[:-1], count, size)
+
+
+def join_groups(values: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
+    """[..., G, group] -> [..., K]."""
+    return values.reshape(*values.shape[:-2], -1)[..., :columns]
+
+
+def fit(groups: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | np.float32 | float = 1.0) -> Grid:
+    """The grid that spans the numbers of each group [..., group], or a share of that span (a number, or [...])."""
+    levels = (1 << scheme.bits) - 1
+    clip = np.asarray(clip, np.float32)
+    if scheme.symmetric:
+        half = 1 << (scheme.bits - 1)
+        scale = round_scale(np.abs(groups).max(-1) * clip / np.float32(half - 1))
+        return Grid(scale, np.full_like(scale, half))
+    low = np.minimum(groups.min(-1), 0) * clip
+    high = np.maximum(groups.max(-1), 0) * clip
+    scale = round_scale((high - low) / np.float32(levels))
+    return Grid(scale, np.clip(np.rint(-low / scale), 0, levels).astype(np.float32))
+
+
+def to_codes(groups: FloatArray, grid: Grid, bits: int) -> FloatArray:
+    """The nearest codes [..., group], as float32."""
+    codes = np.rint(groups / grid.scale[..., None])
+    codes += grid.zero[..., None]
+    return np.clip(codes, 0, (1 << bits) - 1, out=codes)
+
+
+def to_values(codes: FloatArray, grid: Grid) -> FloatArray:
+    """The numbers that codes [..., group] stand for."""
+    values: FloatArray = codes - grid.zero[..., None]
+    values *= grid.scale[..., None]
+    return values
+
+
+def search_clip(
+    groups: FloatArray, scheme: Scheme, importance: FloatArray | None, steps: int, lowest: float
+) -> npt.NDArray[np.float32]:
+    """The share of each group's span, from 1 down to ``lowest``, with the least squared error of the weights.
+
+    ``importance`` [G, group]: a factor for each column's error, such as the mean square of its input. Ties keep
+    the larger span.
+    """
+    best = np.full(groups.shape[:-1], np.inf, np.float32)
+    clip = np.ones(groups.shape[:-1], np.float32)
+    for step in range(steps + 1):
+        share = np.float32(1 - (1 - lowest) * step / max(steps, 1))
+        grid = fit(groups, scheme, share)
+        error = np.square(to_values(to_codes(groups, grid, scheme.bits), grid) - groups)
+        if importance is not None:
+            error *= importance
+        loss = error.sum(-1)
+        better = loss < best
+        best = np.where(better, loss, best)
+        clip = np.where(better, share, clip)
+    return clip
+
+
+def to_quantized(codes: npt.NDArray[Any], grid: Grid, scheme: Scheme, columns: int) -> Quantized:
+    """Codes [N, G, group] and their grid -> a Quantized."""
+    whole: CodeArray = np.ascontiguousarray(join_groups(codes, columns).astype(np.uint8))
+    zero = None if scheme.symmetric else grid.zero.astype(np.uint8)
+    return Quantized(scheme.format, scheme.group, columns, whole, grid.scale, zero)
+
+
+def round_to_nearest(weight: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | float = 1.0) -> Quantized:
+    """A weight [N, K] on the grid that spans each group."""
+    assert scheme.format in BITS and scheme.format != "fp8", scheme.format
+    groups = split_groups(weight, scheme.group)
+    grid = fit(groups, scheme, clip)
+    return to_quantized(to_codes(groups, grid, scheme.bits), grid, scheme, weight.shape[1])

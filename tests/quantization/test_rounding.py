@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+
+from llmc.quantization.base import Scheme
+from llmc.quantization.rounding import (
+    fit,
+    join_groups,
+    round_scale,
+    round_to_nearest,
+    search_clip,
+    split_groups,
+    to_codes,
+    to_values,
+)
+
+SCHEMES = [Scheme(f, g, s) for f in ("int4", "int8") for g in (16, 32, 128, 0) for s in (True, False)]
+
+
+def name(scheme: Scheme) -> str:
+    return f"{scheme.format}-{scheme.group}-{'sym' if scheme.symmetric else 'asym'}"
+
+
+def matrix(rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, columns)).astype(np.float32)
+
+
+@pytest.mark.parametrize("columns", [128, 100, 172, 1])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name)
+def test_no_weight_is_off_by_more_than_half_a_step(scheme: Scheme, columns: int) -> None:
+    weight = matrix(7, columns)
+    quantized = round_to_nearest(weight, scheme)
+    assert quantized.codes.shape == weight.shape
+    assert quantized.codes.max() < 1 << scheme.bits
+    assert quantized.scale.shape == (7, scheme.groups(columns))
+    step = np.repeat(quantized.scale, scheme.group or columns, axis=1)[:, :columns]
+    # Symmetric: the largest of a group is 7 or 127 steps, of a scale that is rounded to 11 bits: a little may be cut.
+    # Asymmetric: the zero point is rounded too, which moves the ends by up to half a step more.
+    bound = (0.5 if scheme.symmetric else 1.0) + (1 << scheme.bits) / 4096
+    assert (np.abs(quantized.dequantize() - weight) <= bound * step).all()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name)
+def test_zeros_constants_and_single_rows(scheme: Scheme) -> None:
+    zeros = np.zeros((1, 40), np.float32)
+    assert not round_to_nearest(zeros, scheme).dequantize().any()
+    constant = np.full((1, 40), -0.37, np.float32)
+    assert np.allclose(round_to_nearest(constant, scheme).dequantize(), constant, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name)
+def test_zero_stays_zero(scheme: Scheme) -> None:
+    weight = np.abs(matrix(3, 64)) + 1
+    weight[:, ::3] = 0
+    assert not round_to_nearest(weight, scheme).dequantize()[:, ::3].any()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name)
+def test_any_magnitude(scheme: Scheme, scale: float) -> None:
+    weight = matrix(3, 64)
+    expected = round_to_nearest(weight, scheme).dequantize() * np.float32(scale)
+    actual = round_to_nearest(weight * np.float32(scale), scheme).dequantize()
+    assert np.allclose(actual, expected, rtol=0.2, atol=0.2 * scale)
+
+
+def test_an_outlier_costs_its_own_group_only() -> None:
+    weight = matrix(1, 64)
+    weight[0, 40] = 1e4
+    values = round_to_nearest(weight, Scheme("int4", 32)).dequantize()
+    assert np.abs(values - weight)[0, :32].max() < 0.5
+    assert values[0, 40] == pytest.approx(1e4, rel=1e-3)
+
+
+def test_scales_of_usual_size_are_float16_numbers() -> None:
+    scales = np.exp(np.random.default_rng(0).uniform(-9, 10, 10_000)).astype(np.float32)
+    assert np.array_equal(round_scale(scales), round_scale(scales).astype(np.float16).astype(np.float32))
+    assert np.allclose(round_scale(scales), scales, rtol=2**-11)
+    assert round_scale(np.zeros(1, np.float32)) == 1
+
+
+def test_groups_are_split_and_joined() -> None:
+    values = matrix(3, 100)
+    groups = split_groups(values, 32)
+    assert groups.shape == (3, 4, 32)
+    assert not groups[:, 3, 4:].any()
+    assert np.array_equal(join_groups(groups, 100), values)
+    assert split_groups(values, 0).shape == (3, 1, 100)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name)
+def test_a_searched_span_is_never_worse(scheme: Scheme) -> None:
+    groups = split_groups(matrix(16, 256), scheme.group)
+    importance = np.random.default_rng(1).uniform(0, 4, groups.shape[1:]).astype(np.float32)
+    clip = search_clip(groups, scheme, importance, steps=20, lowest=0.5)
+    assert (clip >= 0.5).all()
+
+    def loss(share: np.ndarray | float) -> np.ndarray:
+        grid = fit(groups, scheme, share)
+        return (np.square(to_values(to_codes(groups, grid, scheme.bits), grid) - groups) * importance).sum(-1)
+
+    assert (loss(clip) <= loss(1.0)).all()
+    if scheme.bits == 4:
+        assert loss(clip).sum() < 0.97 * loss(1.0).sum()
