@@ -15,7 +15,7 @@ from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.golden import record_goldens
-from llmc.compiler.lower import LoweredModel, lower
+from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
 from llmc.compiler.staging import stage
@@ -32,6 +32,7 @@ class Compiled:
     checkpoint: Checkpoint
     program: TracedProgram
     graph: ir.Model
+    steps: LoweredGraph
     lowered: LoweredModel
     target: Target
     limits: Limits
@@ -138,11 +139,13 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     progress.step("fusing")
     graph = make_graph(program, checkpoint.weight)
     progress.step("lowering")
-    lowered = lower(graph, target, limits, dtype)
+    steps = lower_steps(graph, target, dtype)
+    lowered = plan_steps(steps, target, limits)
     return Compiled(
         checkpoint,
         program,
         graph,
+        steps,
         lowered,
         target,
         limits,

@@ -12,16 +12,30 @@ from llmc import discover
 from llmc.compiler import memory, verify, weights
 from llmc.compiler.config import Limits
 from llmc.compiler.constants import Constants
-from llmc.compiler.lowering.builder import Builder, LoweredStep, PackedWeight, Rule
+from llmc.compiler.lowering.builder import Builder, LoweredStep, Rule
 from llmc.compiler.lowering.copies import remove_copies
 from llmc.compiler.lowering.nodes import declared_shape
 from llmc.compiler.lowering.values import Buffer, View, contiguous, show
+from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError
 from llmc.plugins.linear import packing
-from llmc.runtime.plan import BATCH_INPUTS, Dim, Plan, Step, Storage, Value
+from llmc.runtime.plan import BATCH_INPUTS, Dim, KvSlot, Plan, Step, Storage, Value
 
 BATCH_SHAPES = {"input_ids": Dim(tokens=1), "position_ids": Dim(tokens=1), "logit_rows": Dim(rows=1)}
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """The steps of a model before its buffers are placed: what quantization rewrites.
+
+    ``logits`` is the view that they end in. ``weights`` may hold more than the steps read.
+    """
+
+    steps: Sequence[LoweredStep]
+    logits: View
+    weights: Mapping[str, Tensor]
+    kv_slots: Mapping[int, KvSlot]
 
 
 @dataclass(frozen=True)
@@ -29,16 +43,24 @@ class LoweredModel:
     """A plan, and the weights that it reads, in the order in which it reads them."""
 
     plan: Plan
-    weights: Mapping[str, PackedWeight]
+    weights: Mapping[str, Tensor]
 
 
 def lower(graph: ir.Model, target: Target, limits: Limits, dtype: str) -> LoweredModel:
-    """Lower a graph whose nodes are legal for the target.
+    """Lower a graph whose nodes are legal for the target: ``lower_steps``, then ``plan_steps``.
+
+    Raises:
+        CompileError: a node can't be lowered; names it, its module and the reason.
+    """
+    return plan_steps(lower_steps(graph, target, dtype), target, limits)
+
+
+def lower_steps(graph: ir.Model, target: Target, dtype: str) -> LoweredGraph:
+    """The steps of a graph.
 
     Args:
         graph: inputs are the batch inputs of ``runtime.plan``, the output is the logits [N, V].
         target: what it is built for.
-        limits: the sizes for which the arena is planned.
         dtype: of the weights of linear, embedding and moe: float32, bfloat16 or float16.
 
     Raises:
@@ -55,10 +77,19 @@ def lower(graph: ir.Model, target: Target, limits: Limits, dtype: str) -> Lowere
             _lower_node(builder, node)
     logits = _logits(builder, graph.graph)
     steps = remove_copies(_live_steps(builder.steps, logits), logits)
-    arena = memory.plan_arena(steps, [logits.buffer], limits.max_batch_tokens, target.alignment)
-    plan = _plan(steps, logits, arena, builder)
+    return LoweredGraph(steps, logits, builder.weights, builder.kv_slots)
+
+
+def plan_steps(lowered: LoweredGraph, target: Target, limits: Limits) -> LoweredModel:
+    """Place the buffers of the steps in an arena for steps of the largest size, and write them as a plan.
+
+    Raises:
+        CompileError: the steps contradict each other, or the target has no kernel for one.
+    """
+    arena = memory.plan_arena(lowered.steps, [lowered.logits.buffer], limits.max_batch_tokens, target.alignment)
+    plan = _plan(lowered, arena)
     used = {value.base for value in plan.values if value.storage is Storage.WEIGHT}
-    model = LoweredModel(plan, {name: weight for name, weight in builder.weights.items() if name in used})
+    model = LoweredModel(plan, {name: weight for name, weight in lowered.weights.items() if name in used})
     verify.lowered(plan, model.weights, target)
     return model
 
@@ -139,7 +170,7 @@ def _live_steps(steps: Sequence[LoweredStep], logits: View) -> list[LoweredStep]
     return kept[::-1]
 
 
-def _plan(steps: Sequence[LoweredStep], logits: View, arena: memory.Arena, builder: Builder) -> Plan:
+def _plan(lowered: LoweredGraph, arena: memory.Arena) -> Plan:
     names: dict[View, str] = {}
     values: list[Value] = []
     counts: dict[Buffer, int] = {}
@@ -154,17 +185,17 @@ def _plan(steps: Sequence[LoweredStep], logits: View, arena: memory.Arena, build
         return names[view]
 
     plan_steps = []
-    for step in steps:
+    for step in lowered.steps:
         inputs = tuple(None if view is None else name_of(view) for view in step.inputs)
         outputs = tuple(name_of(view) for view in step.outputs)
         plan_steps.append(Step(step.op, inputs, outputs, step.attributes, step.module))
-    slots = builder.kv_slots
+    slots = lowered.kv_slots
     if sorted(slots) != list(range(len(slots))):
         raise CompileError(f"the attention ops use the slots {sorted(slots)}, expected 0 to {len(slots) - 1}")
     return Plan(
         tuple(values),
         tuple(plan_steps),
         arena.nbytes,
-        name_of(logits),
+        name_of(lowered.logits),
         tuple(slots[number] for number in range(len(slots))),
     )

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmc.compiler.lowering.builder import PackedWeight
+from llmc.compiler.safetensors_writer import Tensor as StoredTensor
 from llmc.compiler.weights import numpy_dtype
 from llmc.errors import EngineError
 from llmc.plugins import all_ops
@@ -186,7 +186,7 @@ def for_engine(engine: Engine, *, num_blocks: int) -> ReferenceExecutor:
     )
 
 
-def stored_weights(packed: Mapping[str, PackedWeight]) -> dict[str, NDArray[Any]]:
+def stored_weights(packed: Mapping[str, StoredTensor]) -> dict[str, NDArray[Any]]:
     """The weights of a lowered model in memory, as they would be read from the engine; for small models."""
     return {
         name: np.concatenate([chunk.reshape(-1) for chunk in weight.chunks()]).reshape(weight.shape)
