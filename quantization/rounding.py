@@ -77,9 +77,10 @@ def fit(groups: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | np.float32 
 
 def to_codes(groups: FloatArray, grid: Grid, bits: int) -> FloatArray:
     """The nearest codes [..., group], as float32."""
-    codes = np.rint(groups / grid.scale[..., None])
+    codes: FloatArray = np.rint(groups / grid.scale[..., None])
     codes += grid.zero[..., None]
-    return np.clip(codes, 0, (1 << bits) - 1, out=codes)
+    np.clip(codes, 0, (1 << bits) - 1, out=codes)
+    return codes
 
 
 def to_values(codes: FloatArray, grid: Grid) -> FloatArray:

@@ -1,0 +1,126 @@
+"""AWQ: columns whose inputs are large are scaled up before rounding, and their inputs down, where that helps.
+
+https://arxiv.org/abs/2306.00978. The factors are s = mean|x|^r / mean|w|^(1 - r), with the r of a grid that makes the
+least error of the outputs on the sampled rows; then the span of each group is searched in the same sense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, Statistics, check_finite
+from llmc.quantization.deterministic import single_threaded
+from llmc.quantization.options import option
+from llmc.quantization.rounding import (
+    IntegerMethod,
+    fit,
+    join_groups,
+    round_to_nearest,
+    search_clip,
+    split_groups,
+    to_codes,
+    to_values,
+)
+
+_CLIP_STEPS = 20
+_LOWEST_CLIP = 0.5
+
+
+@dataclass(frozen=True)
+class Awq(IntegerMethod):
+    """Scales the columns with large inputs up before rounding, by the error of the outputs on sampled rows."""
+
+    name: ClassVar[str] = "awq"
+    needs: ClassVar[Statistics] = Statistics.INPUTS
+    folds: ClassVar[bool] = True
+
+    grid: int = option(20, "exponents that are tried for the scales; 0: no scales", low=0, high=100)
+    duo: bool = option(True, "scales depend on the weights too, not on the inputs only")
+    clip: bool = option(True, "search the span of each group that makes the least error of its outputs")
+
+    def input_scale(
+        self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None
+    ) -> FloatArray | None:
+        """The factors [K] with the least error of the outputs, or None if no factors are better."""
+        check_finite(weight, name, "weight")
+        check_finite(inputs.rows, name, "input")
+        check_finite(inputs.mean_abs, name, "input")
+        if not (self.grid and inputs.count):
+            return None
+        best: FloatArray | None = None
+        with single_threaded():
+            x_mean, w_mean = _tied(inputs.mean_abs, tie), _tied(self._weight_means(weight), tie)
+            square = inputs.rows.T @ inputs.rows if len(inputs.rows) > weight.shape[1] else None
+            least = self._loss(weight, None, inputs.rows, square)
+            for step in range(1, self.grid + 1):
+                scale = _factors(x_mean, w_mean, step / self.grid, self.duo)
+                loss = self._loss(weight, scale, inputs.rows, square)
+                if loss < least:
+                    least, best = loss, scale
+        return best
+
+    def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
+        """Codes of a weight [N, K] whose columns are scaled already."""
+        if not self.clip:
+            return round_to_nearest(weight, self.weights), {}
+        groups = split_groups(weight, self.weights.group)
+        if inputs is None:
+            clip = search_clip(groups, self.weights, None, _CLIP_STEPS, _LOWEST_CLIP)
+        else:
+            with single_threaded():
+                clip = self._search_clip(groups, split_groups(inputs.rows, self.weights.group))
+        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(clip.mean())}
+
+    def _weight_means(self, weight: FloatArray) -> FloatArray:
+        """The mean [K] over rows of |w| as a share of the largest of its group."""
+        groups = np.abs(split_groups(weight, self.weights.group))
+        shares = groups / np.maximum(groups.max(-1, keepdims=True), np.float32(1e-30))
+        return join_groups(shares.mean(0, dtype=np.float64), weight.shape[1]).astype(np.float32)
+
+    def _loss(self, weight: FloatArray, scale: FloatArray | None, rows: FloatArray, square: FloatArray | None) -> float:
+        """The squared error of the outputs of the rows; ``square``: the sum of x x^T, where that is smaller."""
+        groups = split_groups(weight if scale is None else weight * scale, self.weights.group)
+        grid = fit(groups, self.weights)
+        rounded = join_groups(to_values(to_codes(groups, grid, self.bits), grid), weight.shape[1])
+        error = (rounded if scale is None else rounded / scale) - weight
+        if square is not None:
+            return float(np.sum((error @ square) * error, dtype=np.float64))
+        return float(np.sum(np.square(error @ rows.T), dtype=np.float64))
+
+    def _search_clip(self, groups: FloatArray, rows: FloatArray) -> FloatArray:
+        """The shares [N, G] of the spans with the least squared error of what each group adds to the outputs."""
+        best = np.full(groups.shape[:-1], np.inf, np.float32)
+        clip = np.ones(groups.shape[:-1], np.float32)
+        by_group = np.ascontiguousarray(rows.transpose(1, 2, 0))  # [G, group, n]
+        square = by_group @ by_group.transpose(0, 2, 1)
+        for step in range(_CLIP_STEPS + 1):
+            share = np.float32(1 - (1 - _LOWEST_CLIP) * step / _CLIP_STEPS)
+            grid = fit(groups, self.weights, share)
+            error = to_values(to_codes(groups, grid, self.bits), grid) - groups
+            loss = np.sum((error.transpose(1, 0, 2) @ square).transpose(1, 0, 2) * error, axis=-1)
+            better = loss < best
+            best = np.where(better, loss, best)
+            clip = np.where(better, share, clip)
+        return clip
+
+
+def _factors(x_mean: FloatArray, w_mean: FloatArray, ratio: float, duo: bool) -> FloatArray:
+    """The factors of an exponent, with 1 between the smallest and the largest of them."""
+    scale = np.maximum(x_mean, np.float32(1e-8)) ** np.float32(ratio)
+    if duo:
+        scale = scale / (w_mean ** np.float32(1 - ratio) + np.float32(1e-4))
+    scale = np.maximum(scale, np.float32(1e-4))
+    return np.asarray(scale / np.sqrt(scale.max() * scale.min()), np.float32)
+
+
+def _tied(values: FloatArray, tie: npt.NDArray[np.int64] | None) -> FloatArray:
+    """The mean over the columns that have to have the same factor."""
+    if tie is None:
+        return values
+    _, place = np.unique(tie, return_inverse=True)
+    sums = np.bincount(place, weights=values)
+    return np.asarray((sums / np.bincount(place))[place], np.float32)
