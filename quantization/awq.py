@@ -28,6 +28,7 @@ from llmc.quantization.rounding import (
 
 _CLIP_STEPS = 20
 _LOWEST_CLIP = 0.5
+_LEAST_SHARE = 1e-3  # of the mean: columns that calibration hardly saw do not get factors near 0
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,11 @@ class Awq(IntegerMethod):
 
 def _factors(x_mean: FloatArray, w_mean: FloatArray, ratio: float, duo: bool) -> FloatArray:
     """The factors of an exponent, with 1 between the smallest and the largest of them."""
-    scale = np.maximum(x_mean, np.float32(1e-8)) ** np.float32(ratio)
+    logarithm = ratio * np.log(np.maximum(x_mean, _LEAST_SHARE * x_mean.mean() + np.float32(1e-30)))
     if duo:
-        scale = scale / (w_mean ** np.float32(1 - ratio) + np.float32(1e-4))
-    scale = np.maximum(scale, np.float32(1e-4))
-    return np.asarray(scale / np.sqrt(scale.max() * scale.min()), np.float32)
+        logarithm -= (1 - ratio) * np.log(np.maximum(w_mean, _LEAST_SHARE * w_mean.mean() + np.float32(1e-30)))
+    centred = logarithm - (logarithm.max() + logarithm.min()) / 2
+    return np.asarray(np.exp(centred), np.float32)
 
 
 def _tied(values: FloatArray, tie: npt.NDArray[np.int64] | None) -> FloatArray:

@@ -168,6 +168,11 @@ class Method(ABC):
         """Columns of the input that share a scale; 0 is a whole row."""
         return self.weights.x_group if self.activations is Activations.PER_GROUP else 0
 
+    @property
+    def row_block(self) -> int | None:
+        """How many rows are rounded together, so that a weight may be quantized in pieces of so many; None: all."""
+        return 1 if self.needs is Statistics.NONE else None
+
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None
     ) -> FloatArray | None:
