@@ -77,7 +77,7 @@ class InputCollector:
     def _sample(self, chunk: FloatArray) -> None:
         numbers = np.concatenate([self._row_numbers, np.arange(self.count, self.count + len(chunk), dtype=np.uint64)])
         rows = np.concatenate([self._rows, chunk])
-        kept = np.sort(np.argsort(_hash(numbers), kind="stable")[:SAMPLE])
+        kept = np.sort(np.argsort(spread(numbers), kind="stable")[:SAMPLE])
         self._rows, self._row_numbers = rows[kept], numbers[kept]
 
     def _add_products(self, chunk: FloatArray, hessian: FloatArray) -> None:
@@ -98,8 +98,8 @@ class InputCollector:
                     add(tile)
 
 
-def _hash(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64: spreads consecutive numbers over all 64 bits."""
+def spread(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Consecutive numbers -> numbers all over 64 bits (splitmix64), to sample by without a state."""
     mixed = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
