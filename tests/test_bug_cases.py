@@ -44,6 +44,7 @@ CASES = {
     "MTH-24": "both mscales of yarn",
     "MTH-25": "longrope has one set of factors for an engine",
     "MTH-29": "biases of attention are used where they are, and none is left over",
+    "MTH-31": "a group size of -1 is one group per channel",
     "MTH-32": "a head that is missing is an error, never random",
     "MTH-34": "an attention factor that is given goes before the default",
     "MTH-37": "a window that is off is full attention",
