@@ -7,16 +7,19 @@ or a GGUF file. Nothing in it is executed, and only what has been checked is use
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmc.compiler.gguf_checkpoint import read_gguf
 from llmc.compiler.gguf_tokenizer import freeze_gguf
-from llmc.compiler.model_config import read_config, read_generation_config
+from llmc.compiler.model_config import read_config, read_generation_config, read_quantization
 from llmc.compiler.model_directory import ModelDirectory
 from llmc.compiler.naming import bind, meta_model
+from llmc.compiler.prequantized.base import read_quantized
+from llmc.compiler.quantized_views import dequantized, quantized_parts
+from llmc.compiler.quantized_weights import describe
 from llmc.compiler.safetensors_file import SafetensorsFile
 from llmc.compiler.tokenizer import FrozenTokenizer, freeze_directory
 from llmc.compiler.weights import Cast, WeightSource
@@ -33,8 +36,9 @@ FLOATS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_
 class Checkpoint:
     """A model that can be compiled.
 
-    ``dtype`` is the one that most of its numbers are stored in (of GGUF blocks and 8-bit floats: bfloat16, the smallest
-    that llmc computes with). ``stored`` counts bytes by how they are stored; ``directory`` knows what files were read.
+    ``dtype`` is the one that most of its numbers are stored in, or that they have once they are dequantized (of GGUF
+    blocks and 8-bit floats: bfloat16, the smallest that llmc computes with). ``stored`` counts bytes by how they are
+    stored; ``directory`` knows what files were read.
     """
 
     path: Path
@@ -50,8 +54,13 @@ class Checkpoint:
     """The metadata of a GGUF file."""
 
     @staticmethod
-    def open(path: Path | str, *, allow_hard_links: bool = False) -> Checkpoint:
+    def open(path: Path | str, *, allow_hard_links: bool = False, dequantize: bool = False) -> Checkpoint:
         """Open a model directory or a GGUF file and check everything but the numbers.
+
+        Args:
+            path: the directory, or a file that ends in .gguf.
+            allow_hard_links: accept files that have a second name.
+            dequantize: weights that are stored quantized are nothing but the floats that they stand for.
 
         Raises:
             CheckpointError: it is not complete, contradicts itself, or holds something that is not supported.
@@ -59,14 +68,14 @@ class Checkpoint:
         path = Path(path)
         if path.suffix == ".gguf" and not path.is_dir():
             path = path.resolve()  # the user names this very file, so links to it are meant
-            return _open_gguf(ModelDirectory(path.parent, allow_hard_links=True), path.name)
+            return _open_gguf(ModelDirectory(path.parent, allow_hard_links=True), path.name, dequantize)
         directory = ModelDirectory(path, allow_hard_links)
         files = [name for name in directory.names if name.endswith(".gguf")]
         if files and not any(name.endswith(".safetensors") for name in directory.names):
             if len(files) > 1:
                 raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name one of {', '.join(files)}")
-            return _open_gguf(directory, files[0])
-        return _open_directory(directory)
+            return _open_gguf(directory, files[0], dequantize)
+        return _open_directory(directory, dequantize)
 
     @property
     def names(self) -> Sequence[str]:
@@ -99,17 +108,15 @@ class Checkpoint:
         return freeze_directory(self.directory, self.config)
 
 
-def _open_gguf(directory: ModelDirectory, name: str) -> Checkpoint:
+def _open_gguf(directory: ModelDirectory, name: str, dequantize: bool) -> Checkpoint:
     path = directory.path / name
     gguf = read_gguf(directory, name)
     model = meta_model(gguf.config)
-    bound = bind(gguf.tensors(model), {}, model, str(path), rules=())
+    tensors = gguf.tensors(model, dequantize)
+    bound = bind(tensors, {}, model, str(path), rules=())
     warnings = [*gguf.warnings, *bound.warnings]
     if gguf.quantized:
-        warnings.append(
-            f"the weights are dequantized from {', '.join(gguf.quantized)}; as bfloat16 they are rounded once more, "
-            "--dtype float32 keeps them exactly"
-        )
+        warnings.append(_note(tensors.values(), ", ".join(gguf.quantized), dequantize))
     return Checkpoint(
         path=path,
         config=gguf.config,
@@ -124,7 +131,7 @@ def _open_gguf(directory: ModelDirectory, name: str) -> Checkpoint:
     )
 
 
-def _open_directory(directory: ModelDirectory) -> Checkpoint:
+def _open_directory(directory: ModelDirectory, dequantize: bool) -> Checkpoint:
     path = directory.path
     names = _shard_names(directory)  # before config.json: a directory of pickles is refused whatever else it lacks
     config = read_config(directory)
@@ -132,7 +139,14 @@ def _open_directory(directory: ModelDirectory) -> Checkpoint:
     stored = Counter[str]()
     for source in tensors.values():
         stored[source.dtype] += source.nbytes
-    bound = bind({name: _widen(source) for name, source in tensors.items()}, aliases, meta_model(config), str(path))
+    model = meta_model(config)
+    warnings: list[str] = []
+    quantization = read_quantization(directory)
+    if quantization is not None:
+        tensors, warnings = read_quantized(quantization, tensors, str(path / "config.json"), config, model)
+        warnings.append(_note(tensors.values(), str(quantization.get("quant_method")), dequantize))
+        tensors = {name: dequantized(source) for name, source in tensors.items()} if dequantize else tensors
+    bound = bind({name: _widen(source) for name, source in tensors.items()}, aliases, model, str(path))
     return Checkpoint(
         path=path,
         config=config,
@@ -140,10 +154,21 @@ def _open_directory(directory: ModelDirectory) -> Checkpoint:
         dtype=_main_dtype(tensors, path),
         stored=dict(stored),
         directory=directory,
-        warnings=bound.warnings,
+        warnings=[*warnings, *bound.warnings],
         ignored=bound.ignored,
         _weights=bound.weights,
     )
+
+
+def _note(sources: Iterable[WeightSource], method: str, dequantize: bool) -> str:
+    if dequantize:
+        return (
+            f"the weights are dequantized from {method}; as bfloat16 they are rounded once more, "
+            "--dtype float32 keeps them exactly"
+        )
+    forms = Counter(describe(part) for source in sources for part in quantized_parts(source))
+    codes = ", ".join(f"{form}: {count}" for form, count in sorted(forms.items()))
+    return f"weights that {method} quantized have codes of {codes or 'no format that llmc computes with'}"
 
 
 def _shard_names(directory: ModelDirectory) -> list[str]:
@@ -241,7 +266,7 @@ def _main_dtype(tensors: Mapping[str, WeightSource], path: Path) -> str:
         if source.dtype in FLOATS and len(source.shape) > 1:
             sizes[_widen(source).dtype] += source.nbytes
     if not sizes:
-        raise CheckpointError(f"{path}: holds no matrix of floats; is it quantized? llmc takes unquantized checkpoints")
+        raise CheckpointError(f"{path}: holds no matrix of floats; is it quantized, and its config does not say how?")
     return max(sorted(sizes), key=lambda dtype: sizes[dtype])
 
 

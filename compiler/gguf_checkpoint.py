@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.compiler.conversion import permute_rows
-from llmc.compiler.gguf_file import BLOCKS, GgufFile
+from llmc.compiler.gguf_blocks import quantized
+from llmc.compiler.gguf_file import BLOCKS, BlockTensor, GgufFile
 from llmc.compiler.model_config import make_config
 from llmc.compiler.model_directory import ModelDirectory
 from llmc.compiler.weights import Concat, Reshape, Transpose, WeightSource, read
@@ -123,9 +124,12 @@ class GgufCheckpoint:
         """The types of its blocks."""
         return [name for name in self.file.types if name in BLOCKS]
 
-    def tensors(self, model: Any) -> Tensors:
-        """Every tensor under the name of its parameter; one that has none keeps its own."""
-        return _rename(self, model)
+    def tensors(self, model: Any, dequantize: bool = False) -> Tensors:
+        """Every tensor under the name of its parameter; one that has none keeps its own.
+
+        Blocks give their codes too, unless ``dequantize``.
+        """
+        return _rename(self, model, dequantize)
 
 
 def read_gguf(directory: ModelDirectory, name: str) -> GgufCheckpoint:
@@ -262,14 +266,17 @@ def _generation_config(file: GgufFile) -> Values:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _rename(checkpoint: GgufCheckpoint, model: Any) -> Tensors:
+def _rename(checkpoint: GgufCheckpoint, model: Any, dequantize: bool) -> Tensors:
     """The gguf library knows the names that llama.cpp derives from transformers' ones."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     file, architecture, config = checkpoint.file, checkpoint.architecture, checkpoint.config
     kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.metadata["general.architecture"])
     names = get_tensor_name_map(kind, config.num_hidden_layers)
-    left: Tensors = dict(file.tensors)
+    left: Tensors = {
+        name: quantized(source) if isinstance(source, BlockTensor) and not dequantize else source
+        for name, source in file.tensors.items()
+    }
     left.pop("rope_freqs.weight", None)
     finer = _finer_of_tied(left) if config.tie_word_embeddings else None
     if finer is not None:

@@ -63,18 +63,20 @@ class BlockTensor:
         from gguf.quants import dequantize
 
         if len(self.shape) < 2:
-            return self._dequantized(dequantize, 0, 1).reshape(self.shape)[start:stop]
+            whole: NDArray[Any] = dequantize(self.raw(0, 1), self.type).reshape(self.shape)
+            return whole[start:stop]
+        if start == stop:
+            return np.empty((0, *self.shape[1:]), np.float32)
         inner = math.prod(self.shape[1:-1])
-        rows = self._dequantized(dequantize, start * inner, stop * inner)
+        rows: NDArray[Any] = dequantize(self.raw(start * inner, stop * inner), self.type)
         return rows.reshape((stop - start, *self.shape[1:]))
 
-    def _dequantized(self, dequantize: Any, start: int, stop: int) -> NDArray[Any]:
-        if start == stop:
-            return np.empty((0, self.shape[-1]), np.float32)
+    def raw(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes of these rows, leading axes merged."""
         raw = np.empty((stop - start, self.row_bytes), np.uint8)
-        self.file.read_into(raw.reshape(-1), self.begin + start * self.row_bytes)
-        result: NDArray[Any] = dequantize(raw, self.type)
-        return result
+        if raw.size:
+            self.file.read_into(raw.reshape(-1), self.begin + start * self.row_bytes)
+        return raw
 
 
 @dataclass(frozen=True)

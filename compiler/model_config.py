@@ -12,6 +12,12 @@ from llmc.runtime import strict
 CODE_KEYS = ("auto_map", "custom_generate", "custom_pipelines")
 """Keys with which a config asks for code of its own; they are dropped, and the model has to be a native one."""
 
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""How the weights are stored; it is read by itself, and the model is built as if they were floats."""
+
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ wrote it before transformers put it into config.json, and the method that means."""
+
 MAX_LAYERS = 4096
 """More would be a mistake or an attack: modules are made for each before a weight is looked at."""
 
@@ -67,13 +73,12 @@ def make_config(values: Mapping[str, Any], where: str) -> Any:
     """A transformers config object from its JSON form; see ``read_config``."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    values = {key: value for key, value in values.items() if key not in CODE_KEYS}
+    values = {key: value for key, value in values.items() if key not in (*CODE_KEYS, *QUANTIZATION_KEYS)}
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise CompileError(
             f"{where}: model_type {model_type!r} is not known to transformers; known: {_supported_types()}"
         )
-    _refuse_quantized(values, where)
     kind = CONFIG_MAPPING[model_type]
     try:
         config = kind.from_dict(values)
@@ -107,14 +112,24 @@ def _supported_types() -> str:
     return ", ".join(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
-def _refuse_quantized(values: Mapping[str, Any], where: str) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if values.get(key):
-            method = values[key].get("quant_method") if isinstance(values[key], dict) else values[key]
-            raise CompileError(
-                f"{where}: the checkpoint is quantized already ({key}: {method}), which this version does not read; "
-                "use the unquantized model"
-            )
+def read_quantization(directory: ModelDirectory) -> dict[str, Any] | None:
+    """How the checkpoint is quantized: the object of config.json or of a file of its own; None if it is not.
+
+    Raises:
+        CheckpointError: it is no object.
+    """
+    values = read_json(directory, "config.json")
+    text = values.get("text_config")
+    for place in (values, text if isinstance(text, dict) else {}):
+        for key in QUANTIZATION_KEYS:
+            if found := place.get(key):
+                if not isinstance(found, dict):
+                    raise CheckpointError(f"{directory.path / 'config.json'}: {key} must be an object, found {found!r}")
+                return found
+    for name, method in QUANTIZATION_FILES.items():
+        if directory.has(name):
+            return {"quant_method": method, **read_json(directory, name)}
+    return None
 
 
 def read_generation_config(directory: ModelDirectory) -> dict[str, Any]:

@@ -72,15 +72,17 @@ def stream(source: WeightSource, chunk_bytes: int = CHUNK_BYTES) -> Iterator[NDA
         yield source.rows(start, min(count, start + step))
 
 
-class _Sized:
+class Sized:
     """``nbytes`` from shape and dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes."""
         raise NotImplementedError
 
     @property
     def dtype(self) -> str:
+        """The dtype's name."""
         raise NotImplementedError
 
     @property
@@ -90,7 +92,7 @@ class _Sized:
 
 
 @dataclass(frozen=True, eq=False)
-class Array(_Sized):
+class Array(Sized):
     """A tensor in memory."""
 
     array: NDArray[Any]
@@ -111,7 +113,7 @@ class Array(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Concat(_Sized):
+class Concat(Sized):
     """Parts one after another along an axis."""
 
     parts: tuple[WeightSource, ...]
@@ -161,7 +163,7 @@ class Concat(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Stack(_Sized):
+class Stack(Sized):
     """Parts of one shape, as the rows of a new first axis (experts)."""
 
     parts: tuple[WeightSource, ...]
@@ -192,7 +194,7 @@ class Stack(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Transpose(_Sized):
+class Transpose(Sized):
     """Axes reordered: axis i of the result is axis ``permutation[i]`` of the source.
 
     Where the first axis moves, every call walks over the whole source, in bounded memory.
@@ -235,7 +237,7 @@ class Transpose(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Cast(_Sized):
+class Cast(Sized):
     """Converted to another dtype, rounding to nearest even."""
 
     source: WeightSource
@@ -258,7 +260,7 @@ class Cast(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Reshape(_Sized):
+class Reshape(Sized):
     """The same elements in row-major order, with other sizes."""
 
     source: WeightSource
@@ -293,7 +295,7 @@ class Reshape(_Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Slice(_Sized):
+class Slice(Sized):
     """A Python slice for each of the first axes; the others are whole."""
 
     source: WeightSource
@@ -345,7 +347,7 @@ def source_of(tensor: ir.TensorProtocol) -> WeightSource:
 
 
 @dataclass(frozen=True, eq=False)
-class _TensorSource(_Sized):
+class _TensorSource(Sized):
     tensor: ir.TensorProtocol
 
     @property

@@ -1,0 +1,55 @@
+"""8-bit floats as transformers writes them (DeepSeek, Qwen): E4M3 with a scale for each block of 128 x 128.
+
+A weight [..., N, K] is float8_e4m3fn; beside it, ``weight_scale_inv`` [..., N / b, K / b] holds what its numbers are
+multiplied by, in spite of the name, or one number for the whole weight.
+"""
+
+from __future__ import annotations
+
+from llmc.compiler.prequantized.base import Bits, Kind, Options, Spread, Tensors
+from llmc.compiler.quantized_weights import grouped
+from llmc.compiler.weights import Reshape, WeightSource
+from llmc.errors import CheckpointError
+
+SUFFIX = "_scale_inv"
+
+
+def _read(options: Options, tensors: Tensors) -> None:
+    block = options.get("weight_block_size", list, [])
+    if block and (len(block) != 2 or any(type(size) is not int or size < 1 for size in block)):
+        raise CheckpointError(f"{options.where}: weight_block_size must be two numbers above 0, found {block!r}")
+    options.get("fmt", str, "e4m3", allowed=("e4m3",))
+    options.get("activation_scheme", str, "dynamic", allowed=("dynamic", "static"))
+    options.ignore("modules_to_not_convert", "dequantize")
+    for name in [name for name in tensors.left if name.endswith(("activation_scale", "input_scale"))]:
+        tensors.notes["static scales of activations are not used: the engine chooses them by row"] = None
+        tensors.pop(name)
+    for stem in tensors.stems(SUFFIX):
+        tensors.put(stem, _weight(options, tensors, stem, block))
+    for name, source in tensors.left.items():
+        if source.dtype == "float8_e4m3fn":
+            raise tensors.fail(name + SUFFIX, "is missing")
+
+
+def _weight(options: Options, tensors: Tensors, name: str, block: list[int]) -> WeightSource:
+    weight = tensors.take(name, "float8_e4m3fn", why="its scale is there")
+    if len(weight.shape) not in (2, 3):
+        raise tensors.fail(name, f"has the shape {list(weight.shape)}; a matrix or a stack of them was expected")
+    *lead, rows, columns = weight.shape
+    tall, wide = block or (rows, columns)
+    grid = (*lead, -(-rows // tall), -(-columns // wide))
+    scale = tensors.take(name + SUFFIX, ("float32", "bfloat16", "float16"))
+    if scale.shape != grid and not (not block and scale.shape in ((), (1,), tuple(lead))):
+        raise tensors.fail(
+            name + SUFFIX, f"has the shape {list(scale.shape)}, expected {list(grid)} for {list(weight.shape)}"
+        )
+    count = lead[0] if lead else 1
+    if rows % tall and lead:
+        raise tensors.fail(name, f"has {rows} rows, which is no multiple of the {tall} of a block")
+    flat = Reshape(scale, (count * grid[-2], grid[-1]))
+    codes = Reshape(Bits(weight), (count * rows, columns))
+    group = 0 if wide >= columns else wide
+    return grouped(codes, Spread(flat, tall, count * rows), None, "fp8", group, weight.shape, options.dtype)
+
+
+FP8 = Kind("fp8", _read)
