@@ -20,7 +20,9 @@ from llmc.errors import UsageError
 @click.option(
     "--dtype", default="auto", show_default=True, help="Of the weights: auto (the checkpoint's), float32, ..."
 )
-@click.option("--kv-dtype", default="auto", show_default=True, help="Of the KV cache: auto (that of the weights), ...")
+@click.option(
+    "--kv-dtype", default="auto", show_default=True, help="Of the KV cache: auto (that of the weights), fp8, int8, ..."
+)
 @click.option("--max-seq-len", type=click.IntRange(1), help="Tokens of a sequence. [default: the model's, up to 32768]")
 @click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a step.")
 @click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmc.errors import UsageError
+from llmc.plugins.paged_attention.storage import ALIASES as KV_ALIASES
+from llmc.plugins.paged_attention.storage import KV_DTYPES
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Limits:
 
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What weights and the KV cache can be stored in."""
+"""What weights can be stored in; the KV cache also in the types of plugins/paged_attention/storage.py."""
 
 DEFAULT_MAX_SEQ_LEN = 32768
 """The longest sequence of an engine, unless the model's own limit is lower or the user asks for another."""
@@ -50,9 +52,10 @@ class BuildConfig:
     allow_hard_links: bool = False
 
     def __post_init__(self) -> None:
-        for option, value in (("--dtype", self.dtype), ("--kv-dtype", self.kv_dtype)):
-            if value not in ("auto", *DTYPES):
-                raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(DTYPES)}")
+        object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))
+        for option, value, known in (("--dtype", self.dtype, DTYPES), ("--kv-dtype", self.kv_dtype, KV_DTYPES)):
+            if value not in ("auto", *known):
+                raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(known)}")
         if self.quantization != "none":
             raise UsageError(f"--quant {self.quantization}: not supported by this version; known: none")
         Limits(self.max_seq_len or 1, self.max_batch_tokens, self.max_sequences)

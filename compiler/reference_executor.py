@@ -18,6 +18,7 @@ from llmc.errors import EngineError
 from llmc.plugins import all_ops
 from llmc.plugins.linear import packing
 from llmc.plugins.paged_attention.step import Step as AttentionStep
+from llmc.plugins.paged_attention.storage import round_trip
 from llmc.runtime.batch import Batch
 from llmc.runtime.plan import Plan, Step, Storage, Value
 
@@ -43,7 +44,7 @@ class ReferenceExecutor:
         weights: each tensor as stored, bfloat16 as ml_dtypes has it.
         num_blocks: blocks of the KV cache.
         block_size: positions of a block.
-        kv_dtype: what keys and values are rounded to.
+        kv_dtype: what keys and values are stored as (``plugins/paged_attention/storage.py``).
         observe: called after each step with its inputs and outputs, which are only valid during the call.
     """
 
@@ -62,12 +63,9 @@ class ReferenceExecutor:
         self._plan = plan
         self._arena = torch.from_numpy(np.zeros(plan.arena_bytes, np.uint8))
         self._weights = {name: _tensor(array) for name, array in weights.items()}
-        self._kv_dtype = _TORCH[kv_dtype]
+        self._kv_dtype = kv_dtype
         self._pages = [
-            tuple(
-                torch.zeros(num_blocks, block_size, slot.kv_heads, size, dtype=self._kv_dtype)
-                for size in (slot.key_dim, slot.value_dim)
-            )
+            tuple(torch.zeros(num_blocks, block_size, slot.kv_heads, size) for size in (slot.key_dim, slot.value_dim))
             for slot in plan.kv_slots
         ]
         self._observe = observe
@@ -100,7 +98,7 @@ class ReferenceExecutor:
         outputs = [self._view(self._plan.value(name)) for name in step.outputs]
         _unpack(step, inputs, outputs)
         if step.op == "paged_attention":
-            inputs[1:3] = [x if x is None else x.to(self._kv_dtype).to(x.dtype) for x in inputs[1:3]]
+            inputs[1:3] = [self._stored(inputs[i], keys=i == 1) for i in (1, 2)]
         absent = [None] * (_input_count(step.op) - len(inputs))
         results = op.reference(*inputs, *absent, **step.attributes)
         results = results if isinstance(results, tuple) else (results,)
@@ -110,6 +108,10 @@ class ReferenceExecutor:
             output.copy_(result)
         if self._observe is not None:
             self._observe(step, inputs, outputs)
+
+    def _stored(self, x: Tensor | None, *, keys: bool) -> Tensor | None:
+        """Keys or values as they come back from the cache."""
+        return None if x is None else torch.from_numpy(round_trip(x.numpy(), self._kv_dtype, keys=keys))
 
     def _view(self, value: Value) -> Tensor:
         batch = self._batch

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import EngineError
+from llmc.plugins.paged_attention.storage import bytes_per_position
 from llmc.runtime import manifest as manifest_file
 from llmc.runtime import plan_file, strict
 from llmc.runtime.manifest import FileEntry, KvCacheSpec, Limits, Manifest, ModelFacts
-from llmc.runtime.plan import DTYPES, Plan
+from llmc.runtime.plan import Plan
 from llmc.runtime.safetensors_file import Header, read_header
 
 WEIGHTS = "weights.safetensors"
@@ -136,10 +137,8 @@ class Engine:
 
 
 def kv_bytes_per_token(plan: Plan, spec: KvCacheSpec) -> int:
-    """Bytes of KV cache for one position of one sequence (bfloat16 keys are stored in pairs of dims)."""
-    size = DTYPES[spec.dtype]
-    pad = 2 if spec.dtype == "bfloat16" else 1
-    return sum(s.kv_heads * (-(-s.key_dim // pad) * pad + s.value_dim) * size for s in plan.kv_slots)
+    """Bytes of KV cache for one position of one sequence, scales included."""
+    return sum(s.kv_heads * bytes_per_position(spec.dtype, s.key_dim, s.value_dim) for s in plan.kv_slots)
 
 
 def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmc.errors import EngineError
+from llmc.plugins.paged_attention.storage import KV_DTYPES
 from llmc.runtime import strict
 
 FORMAT = 1
@@ -37,7 +38,7 @@ class ModelFacts:
 
     ``vocab_size`` counts the rows of the logits. ``eos_token_ids`` may be empty. ``add_bos``, ``add_eos``: what the
     tokenizer puts around a text that is not a chat. ``rope`` describes the rotary embedding and, where it was frozen,
-    for which length.
+    for which length. ``quantization``: the methods and formats of the weights, "" if they are as ``dtype`` says.
     """
 
     architecture: str
@@ -52,11 +53,12 @@ class ModelFacts:
     add_bos: bool
     add_eos: bool
     rope: str = ""
+    quantization: str = ""
 
 
 @dataclass(frozen=True)
 class KvCacheSpec:
-    """How keys and values are stored: dtype, and positions per block."""
+    """How keys and values are stored: dtype (one of storage.KV_DTYPES), and positions per block."""
 
     dtype: str
     block_size: int
@@ -140,8 +142,10 @@ def _check_values(manifest: Manifest, where: str) -> None:
             raise EngineError(f"{where}: limits.{name} is {value}, expected 1 to 2147483647")
     if not 1 <= model.vocab_size < 1 << 31:
         raise EngineError(f"{where}: model.vocab_size is {model.vocab_size}")
-    if manifest.kv_cache.dtype not in ("float32", "bfloat16", "float16"):
-        raise EngineError(f"{where}: kv_cache.dtype {manifest.kv_cache.dtype!r} is not supported")
+    if manifest.kv_cache.dtype not in KV_DTYPES:
+        raise EngineError(
+            f"{where}: kv_cache.dtype {manifest.kv_cache.dtype!r} is not supported; known: {', '.join(KV_DTYPES)}"
+        )
     if not 1 <= manifest.kv_cache.block_size <= 1024 or manifest.kv_cache.block_size % 16:
         raise EngineError(
             f"{where}: kv_cache.block_size {manifest.kv_cache.block_size} is no multiple of 16 up to 1024"

@@ -141,20 +141,27 @@ nb::ndarray<nb::numpy> to_array(const Tensor& view, nb::handle owner) {
   return {view.data, static_cast<std::size_t>(view.ndim), shape, owner, view.stride, array_dtype(view.dtype)};
 }
 
+nb::dlpack::dtype kv_array_dtype(KvType type) {
+  switch (type) {
+    case KvType::f32:
+      return array_dtype(DType::f32);
+    case KvType::bf16:
+      return array_dtype(DType::bf16);
+    case KvType::f16:
+      return array_dtype(DType::f16);
+    default:
+      return nb::dtype<std::uint8_t>();  // codes and scales
+  }
+}
+
 // Keys or values of a slot as [blocks, bytes of a block / item size].
 nb::ndarray<nb::numpy> slot_array(KvMemory& memory, std::int64_t index, bool keys, nb::handle owner) {
   require(index >= 0 && index < static_cast<std::int64_t>(memory.slots()), "there is no such KV slot");
   const KvSlot& slot = memory.cache().slots[static_cast<std::size_t>(index)];
-  Tensor view;
-  view.data = keys ? slot.keys : slot.values;
-  view.dtype = slot.dtype;
-  view.ndim = 2;
-  view.shape[0] = memory.blocks();
-  view.shape[1] =
-      static_cast<std::int64_t>((keys ? memory.key_bytes(slot) : memory.value_bytes(slot)) / item_size(slot.dtype));
-  view.stride[0] = view.shape[1];
-  view.stride[1] = 1;
-  return to_array(view, owner);
+  const nb::dlpack::dtype dtype = kv_array_dtype(slot.type);
+  const std::size_t bytes = keys ? memory.key_bytes(slot) : memory.value_bytes(slot);
+  const std::size_t shape[] = {static_cast<std::size_t>(memory.blocks()), bytes * 8 / dtype.bits};
+  return {keys ? slot.keys : slot.values, 2, shape, owner, nullptr, dtype};
 }
 
 // Keeps the buffers of the weights alive.
@@ -180,7 +187,7 @@ void make_executor(PyExecutor* self, const std::vector<ValueArgument>& values, c
   }
   std::vector<KvShape> shapes;
   for (const auto& [heads, key_dim, value_dim] : kv_slots) shapes.push_back({heads, key_dim, value_dim});
-  KvMemory kv(shapes, dtype_of(kv_dtype), block_size, blocks);
+  KvMemory kv(shapes, kv_type_of(kv_dtype), block_size, blocks);
   new (self) PyExecutor{std::move(weights),
                         std::make_unique<Executor>(std::move(value_specs), std::move(step_specs), arena_bytes,
                                                    std::move(buffers), std::move(kv), threads, isa, poison)};
@@ -272,7 +279,7 @@ NB_MODULE(_kernels, m) {
              const std::string& dtype, std::int64_t block_size, std::int64_t blocks) {
             std::vector<KvShape> shapes;
             for (const auto& [heads, key_dim, value_dim] : slots) shapes.push_back({heads, key_dim, value_dim});
-            new (self) KvMemory(shapes, dtype_of(dtype), block_size, blocks);
+            new (self) KvMemory(shapes, kv_type_of(dtype), block_size, blocks);
           },
           nb::arg("slots"), nb::arg("dtype"), nb::arg("block_size"), nb::arg("blocks"))
       .def("keys", [](nb::handle_t<KvMemory> self,

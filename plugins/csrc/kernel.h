@@ -13,6 +13,8 @@
 #include <variant>
 #include <vector>
 
+#include "kv_layout.h"
+
 namespace llmc {
 
 enum class DType : std::uint8_t { f32, bf16, f16, i32, i64, boolean };
@@ -74,14 +76,11 @@ struct Batch {
   const std::int32_t* state_slots = nullptr;  // [S] per-sequence state of recurrent ops
 };
 
-// The paged cache of one attention slot. Per block and kv head the layout is fixed, so that 16 positions are one
-// vector:
-//   keys   f32, f16: [blocks, kv_heads, block / 16, key_dim, 16]          bf16: [.., ceil(key_dim / 2), 16, 2] (pairs
-//   of dims) values f32, f16, bf16: [blocks, kv_heads, block, value_dim]
+// The paged cache of one attention slot: pages [blocks, kv_heads, block / 16] of keys and of values (kv_layout.h).
 struct KvSlot {
   std::byte* keys = nullptr;
   std::byte* values = nullptr;
-  DType dtype = DType::f32;
+  KvType type = KvType::f32;
   std::int64_t kv_heads = 0, key_dim = 0, value_dim = 0;
 };
 

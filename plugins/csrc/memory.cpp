@@ -16,6 +16,14 @@ constexpr struct {
 } kTypes[] = {{DType::f32, "float32", 4}, {DType::bf16, "bfloat16", 2}, {DType::f16, "float16", 2},
               {DType::i32, "int32", 4},   {DType::i64, "int64", 8},     {DType::boolean, "bool", 1}};
 
+constexpr std::int64_t kMostDims = 1 << 20;
+
+constexpr struct {
+  KvType type;
+  const char* name;
+} kKvTypes[] = {{KvType::f32, "float32"},      {KvType::bf16, "bfloat16"}, {KvType::f16, "float16"},
+                {KvType::e4m3, "float8_e4m3"}, {KvType::i8, "int8"},       {KvType::i4, "int4"}};
+
 std::size_t product(std::size_t a, std::size_t b) {
   std::size_t result;
   if (__builtin_mul_overflow(a, b, &result)) throw std::bad_alloc();
@@ -43,6 +51,15 @@ const char* dtype_name(DType dtype) {
     if (type.dtype == dtype) return type.name;
   }
   fail("dtype out of range");
+}
+
+KvType kv_type_of(const std::string& name) {
+  std::string known;
+  for (const auto& type : kKvTypes) {
+    if (name == type.name) return type.type;
+    known += std::string(known.empty() ? "" : ", ") + type.name;
+  }
+  fail("keys and values can't be stored as '" + name + "'; known: " + known);
 }
 
 Pages::Pages(std::size_t bytes) : size_(bytes) {
@@ -88,16 +105,15 @@ void ScratchPages::reset() {
   used_ = wanted_ = 0;
 }
 
-KvMemory::KvMemory(const std::vector<KvShape>& slots, DType dtype, std::int64_t block_size, std::int64_t blocks) {
-  require(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16,
-          "the KV cache must be float32, bfloat16 or float16");
-  require(block_size > 0 && block_size % 16 == 0, "block_size must be a multiple of 16");
+KvMemory::KvMemory(const std::vector<KvShape>& slots, KvType type, std::int64_t block_size, std::int64_t blocks) {
+  require(block_size > 0 && block_size % kPagePositions == 0, "block_size must be a multiple of 16");
   require(blocks >= 1, "the KV cache needs at least one block");
   cache_.block_size = block_size;
   cache_.blocks = blocks;
   for (const KvShape& shape : slots) {
     require(shape.kv_heads >= 1 && shape.key_dim >= 1 && shape.value_dim >= 1, "a KV slot has an empty dimension");
-    KvSlot slot{nullptr, nullptr, dtype, shape.kv_heads, shape.key_dim, shape.value_dim};
+    require(shape.key_dim <= kMostDims && shape.value_dim <= kMostDims, "a KV slot has heads of more than 2^20 dims");
+    KvSlot slot{nullptr, nullptr, type, shape.kv_heads, shape.key_dim, shape.value_dim};
     pages_.emplace_back(product(key_bytes(slot), static_cast<std::size_t>(blocks)));
     slot.keys = pages_.back().data();
     pages_.emplace_back(product(value_bytes(slot), static_cast<std::size_t>(blocks)));
@@ -106,17 +122,17 @@ KvMemory::KvMemory(const std::vector<KvShape>& slots, DType dtype, std::int64_t 
   }
 }
 
+std::size_t KvMemory::block_bytes(const KvSlot& slot, PageLayout page) const {
+  const auto pages = static_cast<std::size_t>(cache_.block_size / kPagePositions);
+  return product(product(static_cast<std::size_t>(slot.kv_heads), pages), static_cast<std::size_t>(page.bytes()));
+}
+
 std::size_t KvMemory::key_bytes(const KvSlot& slot) const {
-  const std::int64_t dims = slot.dtype == DType::bf16 ? (slot.key_dim + 1) / 2 * 2 : slot.key_dim;
-  const std::size_t rows =
-      product(static_cast<std::size_t>(slot.kv_heads), static_cast<std::size_t>(cache_.block_size));
-  return product(product(rows, static_cast<std::size_t>(dims)), item_size(slot.dtype));
+  return block_bytes(slot, key_layout(slot.type, slot.key_dim));
 }
 
 std::size_t KvMemory::value_bytes(const KvSlot& slot) const {
-  const std::size_t rows =
-      product(static_cast<std::size_t>(slot.kv_heads), static_cast<std::size_t>(cache_.block_size));
-  return product(product(rows, static_cast<std::size_t>(slot.value_dim)), item_size(slot.dtype));
+  return block_bytes(slot, value_layout(slot.type, slot.value_dim));
 }
 
 void KvMemory::check_block(std::int64_t block) const {
@@ -139,7 +155,7 @@ void KvMemory::copy_block(std::int64_t source, std::int64_t target) {
 
 void KvMemory::poison_block(std::int64_t block) {
   check_block(block);
-  for (const KvSlot& slot : cache_.slots) {  // all bits set is a NaN of each of the dtypes
+  for (const KvSlot& slot : cache_.slots) {  // all bits set is a NaN of each of the types, or of its scales
     const std::size_t keys = key_bytes(slot), values = value_bytes(slot), index = static_cast<std::size_t>(block);
     std::memset(slot.keys + index * keys, 0xff, keys);
     std::memset(slot.values + index * values, 0xff, values);

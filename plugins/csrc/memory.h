@@ -9,6 +9,7 @@ namespace llmc {
 std::size_t item_size(DType dtype);
 DType dtype_of(const std::string& name);  // "float32", "bfloat16", ...
 const char* dtype_name(DType dtype);
+KvType kv_type_of(const std::string& name);  // "float32", ..., "int4"
 
 // Zeroed pages that take up memory when they are first written.
 class Pages {
@@ -50,7 +51,7 @@ struct KvShape {
 // The memory behind a KvCache.
 class KvMemory {
  public:
-  KvMemory(const std::vector<KvShape>& slots, DType dtype, std::int64_t block_size, std::int64_t blocks);
+  KvMemory(const std::vector<KvShape>& slots, KvType type, std::int64_t block_size, std::int64_t blocks);
   KvMemory(KvMemory&&) = default;
   KvMemory(const KvMemory&) = delete;
 
@@ -66,6 +67,7 @@ class KvMemory {
   void poison_block(std::int64_t block);
 
  private:
+  std::size_t block_bytes(const KvSlot& slot, PageLayout page) const;
   void check_block(std::int64_t block) const;
 
   KvCache cache_;

@@ -2,15 +2,9 @@
 #pragma once
 #include <type_traits>
 
-#include "weights.h"
+#include "kv_codes.h"
 
 namespace llmc::LLMC_ISA {
-
-// Elements of one key block: [key_dim][16], or pairs of dims as [ceil(key_dim / 2)][16][2].
-template <class T>
-constexpr std::int64_t key_block_size(std::int64_t dims) {
-  return (std::is_same_v<T, bf16> ? (dims + 1) / 2 * 2 : dims) * kLanes;
-}
 
 // One sequence of the step: `rows` new tokens behind `past` cached ones.
 struct Sequence {
@@ -23,30 +17,45 @@ LLMC_INLINE Sequence sequence_of(const Batch& batch, std::int64_t s) {
   return {first, batch.cu_seqlens[s + 1] - first, batch.num_computed[s], batch.block_tables + s * batch.max_blocks};
 }
 
-// The cache of one slot, in elements of T. A page is the part of a block with 16 positions, numbered from position 0.
+// The cache of one slot, whose codes are of type T. A page is the part of a block with 16 positions, numbered from
+// position 0.
 template <class T>
 struct CacheView {
-  T* keys;
-  T* values;
-  std::int64_t block_size, kv_heads, key_page, value_dim;
+  std::byte *keys, *values;
+  std::int64_t block_size, kv_heads, key_dim, value_dim;
+  PageLayout key_page, value_page;
 
   CacheView(const KvCache& cache, const KvSlot& slot)
-      : keys(reinterpret_cast<T*>(slot.keys)),
-        values(reinterpret_cast<T*>(slot.values)),
+      : keys(slot.keys),
+        values(slot.values),
         block_size(cache.block_size),
         kv_heads(slot.kv_heads),
-        key_page(key_block_size<T>(slot.key_dim)),
-        value_dim(slot.value_dim) {}
+        key_dim(slot.key_dim),
+        value_dim(slot.value_dim),
+        key_page(key_layout(kKvType<T>, slot.key_dim)),
+        value_page(value_layout(kKvType<T>, slot.value_dim)) {}
 
   std::int64_t page_index(const Sequence& sequence, std::int64_t kv_head, std::int64_t page) const {
     const std::int64_t pages = block_size / kLanes, block = sequence.blocks[page / pages];
     return (block * kv_heads + kv_head) * pages + page % pages;
   }
+  T* key_page_at(std::int64_t index) const { return reinterpret_cast<T*>(keys + index * key_page.bytes()); }
+  T* value_page_at(std::int64_t index) const { return reinterpret_cast<T*>(values + index * value_page.bytes()); }
   T* key_page_of(const Sequence& sequence, std::int64_t kv_head, std::int64_t page) const {
-    return keys + page_index(sequence, kv_head, page) * key_page;
+    return key_page_at(page_index(sequence, kv_head, page));
   }
   T* value_page_of(const Sequence& sequence, std::int64_t kv_head, std::int64_t page) const {
-    return values + page_index(sequence, kv_head, page) * kLanes * value_dim;
+    return value_page_at(page_index(sequence, kv_head, page));
+  }
+
+  // What stands behind the codes of a page: float [16], of i4 f16 [groups][2][16].
+  template <class S>
+  static S* scales_of(T* page, const PageLayout& layout) {
+    return reinterpret_cast<S*>(reinterpret_cast<std::byte*>(page) + layout.codes);
+  }
+  template <class S>
+  static const S* scales_of(const T* page, const PageLayout& layout) {
+    return reinterpret_cast<const S*>(reinterpret_cast<const std::byte*>(page) + layout.codes);
   }
 };
 
@@ -73,32 +82,146 @@ LLMC_INLINE void copy_row(const float* x, std::int64_t stride, std::int64_t n, f
   }
 }
 
-// Puts a key, converted, into lane `lane` of a page: single dims 16 apart, of bf16 pairs of dims.
+// Rows of a page of keys that hold a number of each position, and bytes of it.
+template <class T>
+struct KeyRows {
+  std::int64_t count, bytes;
+  explicit KeyRows(std::int64_t dims)
+      : count(std::is_same_v<T, bf16> ? (dims + 1) / 2
+              : std::is_same_v<T, i4> ? (dims + 1) / 2 + (dims + 7) / 8
+                                      : dims),
+        bytes(std::is_same_v<T, bf16> ? 4 : sizeof(T)) {}
+};
+
+// Copies numbers of `bytes` each, which may stand apart (strides in bytes).
+LLMC_INLINE void copy_strided(const void* from, std::int64_t from_stride, void* to, std::int64_t to_stride,
+                              std::int64_t count, std::int64_t bytes) {
+  const auto* source = static_cast<const std::byte*>(from);
+  auto* target = static_cast<std::byte*>(to);
+  for (std::int64_t i = 0; i < count; ++i, source += from_stride, target += to_stride) {
+    std::memcpy(target, source, static_cast<std::size_t>(bytes));
+  }
+}
+
+// Puts a key, converted, into lane `lane` of a page.
 template <class T>
 LLMC_INLINE void put_key(const T* key, std::int64_t dims, T* page, int lane) {
   if constexpr (std::is_same_v<T, bf16>) {
-    for (std::int64_t d = 0; d < dims; d += 2) std::memcpy(page + d * kLanes + lane * 2, key + d, 4);
+    copy_strided(key, 4, page + lane * 2, kLanes * 4, (dims + 1) / 2, 4);
   } else {
     for (std::int64_t d = 0; d < dims; ++d) page[d * kLanes + lane] = key[d];
   }
 }
 
-// The same from one lane of a page to a lane of another.
+// Copies key and value of a position to another one; scales included.
 template <class T>
-LLMC_INLINE void copy_key(const T* from, int from_lane, std::int64_t dims, T* page, int lane) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    for (std::int64_t d = 0; d < dims; d += 2) {
-      std::memcpy(page + d * kLanes + lane * 2, from + d * kLanes + from_lane * 2, 4);
-    }
-  } else {
-    for (std::int64_t d = 0; d < dims; ++d) page[d * kLanes + lane] = from[d * kLanes + from_lane];
+void copy_position(const CacheView<T>& cache, const T* keys, const T* values, int from, T* to_keys, T* to_values,
+                   int to) {
+  const auto place = [](auto* page, std::int64_t bytes) {
+    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(page)>>, const std::byte, std::byte>;
+    return reinterpret_cast<Byte*>(page) + bytes;
+  };
+  const KeyRows<T> rows(cache.key_dim);
+  copy_strided(place(keys, from * rows.bytes), kLanes * rows.bytes, place(to_keys, to * rows.bytes),
+               kLanes * rows.bytes, rows.count, rows.bytes);
+  const std::int64_t value = cache.value_page.codes / kLanes;
+  std::memcpy(place(to_values, to * value), place(values, from * value), static_cast<std::size_t>(value));
+  if constexpr (kQuantized<T>) {
+    const std::int64_t size = kScaled<T> ? sizeof(float) : sizeof(f16);
+    const auto copy_scales = [&](const T* page, T* to_page, const PageLayout& layout) {
+      copy_strided(place(page, layout.codes + from * size), kLanes * size, place(to_page, layout.codes + to * size),
+                   kLanes * size, layout.scales / (kLanes * size), size);
+    };
+    copy_scales(keys, to_keys, cache.key_page);
+    copy_scales(values, to_values, cache.value_page);
   }
 }
 
-// Writes the new rows begin .. end - 1 of the step's k and v to the cache. `buffer` holds max(key_dim, value_dim) + 16.
+// Room for a row of the longer of keys and values: its numbers, and its codes or what it is converted to.
+struct RowBuffer {
+  float* numbers;
+  std::byte* codes;
+
+  static std::int64_t padded(std::int64_t dims) { return (dims + kKvGroup - 1) / kKvGroup * kKvGroup; }
+  static std::int64_t bytes(std::int64_t dims) { return padded(dims) * 8; }
+  RowBuffer(std::byte* memory, std::int64_t dims)
+      : numbers(reinterpret_cast<float*>(memory)), codes(memory + padded(dims) * 4) {}
+};
+
+// Stores a key in lane `lane` of its page.
+template <class T>
+void store_key(const CacheView<T>& cache, const float* x, std::int64_t stride, T* page, int lane,
+               const RowBuffer& buffer) {
+  const std::int64_t dims = cache.key_dim;
+  if constexpr (!kQuantized<T>) {
+    T* key = reinterpret_cast<T*>(buffer.codes);
+    convert_row(x, stride, dims, key);
+    put_key(key, dims, page, lane);
+    return;
+  }
+  auto* codes = reinterpret_cast<std::uint8_t*>(buffer.codes);
+  convert_row(x, stride, dims, buffer.numbers);
+  if constexpr (kRotated<T>) rotate(buffer.numbers, dims, reinterpret_cast<float*>(buffer.codes));
+  if constexpr (kScaled<T>) {
+    CacheView<T>::template scales_of<float>(page, cache.key_page)[lane] = encode_row<T>(buffer.numbers, dims, codes);
+    for (std::int64_t d = 0; d < dims; ++d) std::memcpy(page + d * kLanes + lane, codes + d, 1);
+  } else if constexpr (std::is_same_v<T, i4>) {
+    f16* scales = CacheView<T>::template scales_of<f16>(page, cache.key_page);
+    for (std::int64_t d = 0; d < dims; d += kKvGroup, scales += 2 * kLanes) {
+      const GroupScale scale = encode_group(buffer.numbers + d, std::min(kKvGroup, dims - d), 31.0f, codes + d);
+      scales[lane] = scale.step;
+      scales[kLanes + lane] = scale.least;
+    }
+    std::fill(codes + dims, codes + (dims + 7) / 8 * 8, std::uint8_t{0});
+    i4* fifth = page + (dims + 1) / 2 * kLanes + lane;
+    for (std::int64_t d = 0; d < dims; d += 8, fifth += kLanes) {
+      unsigned bits = 0;
+      for (int i = 0; i < 8; ++i) bits |= static_cast<unsigned>(codes[d + i] >> 4) << i;
+      fifth->bits = static_cast<std::uint8_t>(bits);
+    }
+    for (std::int64_t d = 0; d < dims; d += 2) {
+      page[d / 2 * kLanes + lane].bits = static_cast<std::uint8_t>((codes[d] & 15) | codes[d + 1] << 4);
+    }
+  }
+}
+
+// Stores a value as number `lane` of its page.
+template <class T>
+void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride, T* page, int lane,
+                 const RowBuffer& buffer) {
+  const std::int64_t dims = cache.value_dim;
+  if constexpr (!kQuantized<T>) {
+    T* value = reinterpret_cast<T*>(buffer.codes);
+    convert_row(x, stride, dims, value);
+    std::copy_n(value, dims, page + lane * dims);
+    return;
+  }
+  auto* codes = reinterpret_cast<std::uint8_t*>(buffer.codes);
+  convert_row(x, stride, dims, buffer.numbers);
+  if constexpr (kScaled<T>) {
+    CacheView<T>::template scales_of<float>(page, cache.value_page)[lane] = encode_row<T>(buffer.numbers, dims, codes);
+    std::memcpy(page + lane * dims, codes, static_cast<std::size_t>(dims));
+  } else if constexpr (std::is_same_v<T, i4>) {
+    f16* scales = CacheView<T>::template scales_of<f16>(page, cache.value_page);
+    for (std::int64_t d = 0; d < dims; d += kKvGroup, scales += 2 * kLanes) {
+      const GroupScale scale = encode_group(buffer.numbers + d, std::min(kKvGroup, dims - d), 15.0f, codes + d);
+      scales[lane] = scale.step;
+      scales[kLanes + lane] = scale.least;
+    }
+    i4* value = page + lane * kv_bytes_of_nibbles(dims);
+    std::fill(codes + dims, codes + RowBuffer::padded(dims), std::uint8_t{0});
+    for (std::int64_t d = 0; d < dims; d += kNibbleDims, value += kLanes) {
+      for (int i = 0; i < kLanes; ++i) {
+        value[i].bits = static_cast<std::uint8_t>(codes[d + i] | codes[d + kLanes + i] << 4);
+      }
+    }
+  }
+}
+
+// Writes the new rows begin .. end - 1 of the step's k and v to the cache.
 template <class T>
 void write_rows(const CacheView<T>& cache, const Batch& batch, const Tensor& k, const Tensor& v, std::int64_t begin,
-                std::int64_t end, T* buffer) {
+                std::int64_t end, const RowBuffer& buffer) {
   std::int64_t s =
       std::upper_bound(batch.cu_seqlens, batch.cu_seqlens + batch.sequences + 1, begin) - batch.cu_seqlens - 1;
   for (std::int64_t row = begin; row < end; ++s) {
@@ -108,10 +231,10 @@ void write_rows(const CacheView<T>& cache, const Batch& batch, const Tensor& k, 
       const int lane = static_cast<int>(position % kLanes);
       for (std::int64_t h = 0; h < cache.kv_heads; ++h) {
         const std::int64_t page = cache.page_index(sequence, h, position / kLanes);
-        convert_row(k.as<const float>() + row * k.stride[0] + h * k.stride[1], k.stride[2], k.shape[2], buffer);
-        put_key(buffer, k.shape[2], cache.keys + page * cache.key_page, lane);
-        convert_row(v.as<const float>() + row * v.stride[0] + h * v.stride[1], v.stride[2], v.shape[2], buffer);
-        std::copy_n(buffer, v.shape[2], cache.values + (page * kLanes + lane) * v.shape[2]);
+        store_key(cache, k.as<const float>() + row * k.stride[0] + h * k.stride[1], k.stride[2],
+                  cache.key_page_at(page), lane, buffer);
+        store_value(cache, v.as<const float>() + row * v.stride[0] + h * v.stride[1], v.stride[2],
+                    cache.value_page_at(page), lane, buffer);
       }
     }
   }

@@ -4,7 +4,7 @@
 
 namespace llmc::LLMC_ISA {
 
-// Elements of T behind a tree's branch: pages for so many rows and the page in which they start.
+// Pages of a tree's branch: those of so many rows, and the one in which they start.
 inline std::int64_t branch_pages(std::int64_t rows) { return rows / kLanes + 2; }
 
 // The largest of any job. branch_rows is 0 where there are no trees.
@@ -29,9 +29,8 @@ class JobRows {
         seen_(take_seen(sizes.rows)),
         ranges_(take<Range>(sizes.tokens)),
         parts_(take<TilePart>(sizes.tokens)),
-        branch_keys_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * cache_.key_page) : nullptr),
-        branch_values_(sizes.branch_rows ? take<T>(branch_pages(sizes.branch_rows) * kLanes * step.value_dim)
-                                         : nullptr) {}
+        branch_keys_(take_branch(sizes.branch_rows, cache_.key_page)),
+        branch_values_(take_branch(sizes.branch_rows, cache_.value_page)) {}
 
   template <class U>
   U* take(std::int64_t count) {
@@ -45,6 +44,16 @@ class JobRows {
   Seen take_seen(std::int64_t rows) {
     float *largest = take<float>(padded(rows)), *sum = take<float>(padded(rows));
     return {largest, sum, take<float>(padded(rows) * step_.width)};
+  }
+
+  std::byte* take_branch(std::int64_t rows, const PageLayout& layout) {
+    return rows == 0 ? nullptr : take<std::byte>(branch_pages(rows) * layout.bytes());
+  }
+  T* branch_keys(std::int64_t page) const {
+    return reinterpret_cast<T*>(branch_keys_ + (page - branch_page_) * cache_.key_page.bytes());
+  }
+  T* branch_values(std::int64_t page) const {
+    return reinterpret_cast<T*>(branch_values_ + (page - branch_page_) * cache_.value_page.bytes());
   }
 
   void start(const Job& job) {
@@ -122,8 +131,8 @@ class JobRows {
   // Keys and values of 16 positions.
   void find_page(std::int64_t page, const T*& keys, const T*& values) const {
     if (page >= branch_page_) {
-      keys = branch_keys_ + (page - branch_page_) * cache_.key_page;
-      values = branch_values_ + (page - branch_page_) * kLanes * step_.value_dim;
+      keys = branch_keys(page);
+      values = branch_values(page);
     } else {
       keys = cache_.key_page_of(sequence_, kv_head_, page);
       values = cache_.value_page_of(sequence_, kv_head_, page);
@@ -198,11 +207,10 @@ class JobRows {
   }
 
   void copy_to_branch(std::int64_t from, std::int64_t to) {
-    const std::int64_t page = to / kLanes - branch_page_;
-    copy_key(cache_.key_page_of(sequence_, kv_head_, from / kLanes), static_cast<int>(from % kLanes), step_.key_dim,
-             branch_keys_ + page * cache_.key_page, static_cast<int>(to % kLanes));
-    const T* value = cache_.value_page_of(sequence_, kv_head_, from / kLanes) + from % kLanes * step_.value_dim;
-    std::copy_n(value, step_.value_dim, branch_values_ + (page * kLanes + to % kLanes) * step_.value_dim);
+    const std::int64_t page = from / kLanes;
+    copy_position(cache_, cache_.key_page_of(sequence_, kv_head_, page),
+                  cache_.value_page_of(sequence_, kv_head_, page), static_cast<int>(from % kLanes),
+                  branch_keys(to / kLanes), branch_values(to / kLanes), static_cast<int>(to % kLanes));
   }
 
  protected:
@@ -218,7 +226,7 @@ class JobRows {
   Split* split_ = nullptr;
   Range* ranges_;    // of the job's tokens
   TilePart* parts_;  // of the same in the current tile
-  T *branch_keys_, *branch_values_;
+  std::byte *branch_keys_, *branch_values_;
   Sequence sequence_{};
   std::int64_t kv_head_ = 0, tokens_ = 0, rows_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;
 };

@@ -36,15 +36,19 @@ class PagedAttention : public Kernel {
   void run(const Context& context) override {
     const KvSlot& slot = check(context);
     if (context.batch.tokens == 0) return;
-    switch (slot.dtype) {
-      case DType::f32:
+    switch (slot.type) {
+      case KvType::f32:
         return typed<float>(context, slot);
-      case DType::bf16:
+      case KvType::bf16:
         return typed<bf16>(context, slot);
-      case DType::f16:
+      case KvType::f16:
         return typed<f16>(context, slot);
-      default:
-        fail("the cache must be float32, bfloat16 or float16");
+      case KvType::e4m3:
+        return typed<e4m3>(context, slot);
+      case KvType::i8:
+        return typed<i8>(context, slot);
+      case KvType::i4:
+        return typed<i4>(context, slot);
     }
   }
 
@@ -116,10 +120,11 @@ class PagedAttention : public Kernel {
   template <class T>
   void write(const Context& context, const KvSlot& slot) const {
     const CacheView<T> cache(context.kv, slot);
-    const std::int64_t buffer_size = (std::max(slot.key_dim, slot.value_dim) + kLanes - 1) / kLanes * kLanes;
-    T* buffers = context.scratch.array<T>(context.pool.size() * buffer_size);
+    const std::int64_t dims = std::max(slot.key_dim, slot.value_dim), bytes = RowBuffer::bytes(dims);
+    std::byte* buffers = context.scratch.array<std::byte>(context.pool.size() * bytes);
     const auto range = [&](std::int64_t begin, std::int64_t end, int thread) {
-      write_rows(cache, context.batch, context.in[1], context.in[2], begin, end, buffers + thread * buffer_size);
+      const RowBuffer buffer(buffers + thread * bytes, dims);
+      write_rows(cache, context.batch, context.in[1], context.in[2], begin, end, buffer);
     };
     const std::int64_t rows = context.batch.tokens;
     if (rows * slot.kv_heads * (slot.key_dim + slot.value_dim) < kAlone / 4) {

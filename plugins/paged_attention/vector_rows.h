@@ -18,8 +18,8 @@ class VectorRows : public JobRows<T> {
   using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_;
 
  public:
-  // Rows above which a tile is converted to float32 once instead of at each use.
-  static constexpr std::int64_t kDirectRows = 2 * kRowBlock;
+  // Rows above which a tile is converted to float32 once instead of at each use; int4 always is.
+  static constexpr std::int64_t kDirectRows = std::is_same_v<T, i4> ? 0 : 2 * kRowBlock;
   // Rows of a job: enough to pay for the reading of a tile, few enough to stay in the nearest caches.
   static constexpr std::int64_t kMostRows = 96;
 
@@ -28,6 +28,7 @@ class VectorRows : public JobRows<T> {
         q_(this->template take<float>(sizes.rows * step.key_dim)),
         scores_(this->template take<float>(sizes.rows * kTile)),
         blocks_(this->template take<RowBlock>(sizes.rows / kRowBlock + 1)),
+        rotating_(kRotated<T> ? this->template take<float>(step.key_dim) : nullptr),
         keys32_(kConverts ? this->template take<float>(kKeyBlocks * kLanes * step.key_dim) : nullptr),
         values32_(kConverts ? this->template take<float>(kTile * step.width) : nullptr) {}
 
@@ -35,6 +36,7 @@ class VectorRows : public JobRows<T> {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       copy_row(query, stride, step_.key_dim, q_ + row * step_.key_dim);
+      if constexpr (kRotated<T>) rotate(q_ + row * step_.key_dim, step_.key_dim, rotating_);
     });
     if (this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
   }
@@ -52,13 +54,16 @@ class VectorRows : public JobRows<T> {
       this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
       this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next[b], unused);
     }
+    if constexpr (kScaled<T>) find_scales(keys, pages, first, last);
     const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
-    if (!kConverts || rows_ <= kDirectRows) {
-      for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
-      soften_rows(seen);
-      weigh(pages, next, step_.value_dim, seen);
-      this->settle(0, rows_);
-      return;
+    if constexpr (kDirectRows > 0) {
+      if (!kConverts || rows_ <= kDirectRows) {
+        for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
+        soften_rows(seen);
+        weigh(pages, next, step_.value_dim, seen);
+        this->settle(0, rows_);
+        return;
+      }
     }
     const float *keys32[kTileBlocks], *values32[kTileBlocks];
     for (int b = 0; b < kTileBlocks; ++b) {
@@ -93,7 +98,20 @@ class VectorRows : public JobRows<T> {
     }
   }
 
+  // The scales of a tile's positions.
+  void find_scales(const T* const* keys, const T* const* values, int first, int last) {
+    for (int b = first; b < last; ++b) {
+      const auto copy = [&](const T* page, const PageLayout& layout, float* scales) {
+        const float* stored = CacheView<T>::template scales_of<float>(page, layout);
+        store(scales + b * kLanes, load(stored) * kLoadFactor<T>);
+      };
+      copy(keys[b], cache_.key_page, key_scales_);
+      copy(values[b], cache_.value_page, value_scales_);
+    }
+  }
+
   void convert_keys(const T* page, const T* ahead, float* key) const {
+    if constexpr (std::is_same_v<T, i4>) return convert_nibble_keys(page, ahead, key);
     for (std::int64_t d = 0; d < step_.key_dim; ++d) {
       fetch(ahead + d * kLanes);
       if constexpr (std::is_same_v<T, bf16>) {
@@ -101,20 +119,70 @@ class VectorRows : public JobRows<T> {
         load_split(page + d * kLanes, even, odd);
         store(key + d * kLanes, even);
         if (++d < step_.key_dim) store(key + d * kLanes, odd);
-      } else {
+      } else if constexpr (!std::is_same_v<T, i4>) {
         store(key + d * kLanes, load(page + d * kLanes));
       }
     }
   }
 
   void convert_values(const T* page, const T* ahead, float* value) const {
+    if constexpr (std::is_same_v<T, i4>) return convert_nibble_values(page, ahead, value);
     for (int j = 0; j < kLanes; ++j, page += step_.value_dim, ahead += step_.value_dim, value += step_.width) {
       std::int64_t d = 0;
-      for (; d + kLanes <= step_.value_dim; d += kLanes) {
-        fetch(ahead + d);
-        store(value + d, load(page + d));
+      if constexpr (!std::is_same_v<T, i4>) {
+        for (; d + kLanes <= step_.value_dim; d += kLanes) {
+          fetch(ahead + d);
+          store(value + d, load(page + d));
+        }
+        if (d < step_.value_dim) store(value + d, load(page + d, static_cast<int>(step_.value_dim - d)));
       }
-      if (d < step_.value_dim) store(value + d, load(page + d, static_cast<int>(step_.value_dim - d)));
+    }
+  }
+
+  void convert_nibble_keys(const i4* page, const i4* ahead, float* key) const {
+    const std::int64_t dims = step_.key_dim;
+    const f16* scales = CacheView<i4>::scales_of<f16>(page, cache_.key_page);
+    const i4* fifth = page + (dims + 1) / 2 * kLanes;
+    for (std::int64_t n = 0; n < cache_.key_page.bytes(); n += 64) fetch(ahead + n);
+    f32x16 width, least;
+    const auto two = [&]<int D>(std::integral_constant<int, D>, std::int64_t d, byte_vector bits) {
+      if (d >= dims) return;
+      f32x16 even, odd;
+      load_fives<D>(page + d / 2 * kLanes, bits, even, odd);
+      store(key + d * kLanes, fmadd(even, width, least));
+      if (d + 1 < dims) store(key + (d + 1) * kLanes, fmadd(odd, width, least));
+    };
+    for (std::int64_t d = 0; d < dims; d += 8, fifth += kLanes) {
+      if (d % kKvGroup == 0) {
+        width = load(scales + d / kKvGroup * 2 * kLanes);
+        least = load(scales + d / kKvGroup * 2 * kLanes + kLanes);
+      }
+      const byte_vector bits = load_bytes(fifth);
+      two(std::integral_constant<int, 0>(), d, bits);
+      two(std::integral_constant<int, 2>(), d + 2, bits);
+      two(std::integral_constant<int, 4>(), d + 4, bits);
+      two(std::integral_constant<int, 6>(), d + 6, bits);
+    }
+  }
+
+  void convert_nibble_values(const i4* page, const i4* ahead, float* value) const {
+    const std::int64_t dims = step_.value_dim, bytes = kv_bytes_of_nibbles(dims);
+    const f16* scales = CacheView<i4>::scales_of<f16>(page, cache_.value_page);
+    for (std::int64_t n = 0; n < cache_.value_page.bytes(); n += 64) fetch(ahead + n);
+    alignas(64) float width[kLanes], least[kLanes];
+    for (std::int64_t d = 0; d < dims; d += kNibbleDims) {
+      if (d % kKvGroup == 0) {
+        store(width, load(scales + d / kKvGroup * 2 * kLanes));
+        store(least, load(scales + d / kKvGroup * 2 * kLanes + kLanes));
+      }
+      const bool both = d + kLanes < step_.width;
+      for (int j = 0; j < kLanes; ++j) {
+        f32x16 low, high;
+        load_nibbles(page + j * bytes + d / 2, low, high);
+        float* out = value + j * step_.width + d;
+        store(out, fmadd(low, broadcast(width[j]), broadcast(least[j])));
+        if (both) store(out + kLanes, fmadd(high, broadcast(width[j]), broadcast(least[j])));
+      }
     }
   }
 
@@ -135,8 +203,21 @@ class VectorRows : public JobRows<T> {
         0, rows_, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
           if (part.begin >= part.end) return;
           constexpr decltype(&soften<1>) run[] = {nullptr, soften<1>, soften<2>, soften<3>, soften<4>};
+          if constexpr (kScaled<T>) scale(row, count, part, key_scales_);
           run[count](scores_ + row * kTile, part.begin, part.end, logit, distance, seen.largest + row, seen.sum + row);
+          if constexpr (kScaled<T>) scale(row, count, part, value_scales_);
         });
+  }
+
+  // Multiplies what rows have for each position of the tile by scales of the positions.
+  void scale(std::int64_t row, int count, const TilePart& part, const float* scales) const {
+    for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {
+      const f32x16 factor = load(scales + j);
+      for (int r = 0; r < count; ++r) {
+        float* place = scores_ + (row + r) * kTile + j;
+        store(place, load(place) * factor);
+      }
+    }
   }
 
   template <class U>
@@ -167,7 +248,8 @@ class VectorRows : public JobRows<T> {
   float *q_, *scores_;
   RowBlock* blocks_;
   std::int64_t block_count_ = 0;
-  float *keys32_, *values32_;
+  float *rotating_, *keys32_, *values32_;
+  alignas(64) float key_scales_[kTile], value_scales_[kTile];
 };
 
 }  // namespace llmc::LLMC_ISA

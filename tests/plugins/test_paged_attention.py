@@ -9,11 +9,12 @@ import pytest
 from numpy.typing import NDArray
 
 from llmc.plugins import kernels
+from llmc.plugins.paged_attention.storage import KV_DTYPES, round_trip
 from llmc.runtime.batch import Batch
 
 Array = NDArray[np.float32]
 ISAS = kernels.isas()
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES = KV_DTYPES
 PLAIN = {"slot": 0, "write": True, "scale": 0.25, "window": 0, "chunk": 0, "softcap": 0.0}
 EMPTY = np.zeros(0, np.int32)
 
@@ -97,8 +98,8 @@ def oracle(
     sinks: Array | None = None,
     slopes: Array | None = None,
 ) -> NDArray[np.float64]:
-    """Every row of a sequence, one head after the other, keys and values rounded to ``dtype``."""
-    q, (k, v) = s.q.astype(np.float64), (x.astype(DTYPES[dtype]).astype(np.float64) for x in (s.k, s.v))
+    """Every row of a sequence, one head after the other, keys and values as they come back from ``dtype``."""
+    q, k, v = s.q.astype(np.float64), *(round_trip(x, dtype, keys=x is s.k).astype(np.float64) for x in (s.k, s.v))
     n, heads, _ = q.shape
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
     hidden = (j > i) | (i - j >= (window or n)) | (i // (chunk or n) != j // (chunk or n))
@@ -117,7 +118,18 @@ def oracle(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "shape", [Shape(9, 3, 64, 64), Shape(4, 4, 7, 5), Shape(7, 1, 40, 24), Shape(2, 2, 96, 80)], ids=str
+    "shape",
+    [
+        Shape(9, 3, 64, 64),
+        Shape(4, 4, 7, 5),
+        Shape(7, 1, 40, 24),
+        Shape(2, 2, 96, 80),
+        Shape(2, 1, 8, 16),
+        Shape(14, 2, 128, 128),
+        Shape(2, 2, 192, 128),
+        Shape(4, 1, 256, 256),
+    ],
+    ids=str,
 )
 def test_rounded_keys_and_values_are_what_is_read(shape: Shape, dtype: str, isa: str) -> None:
     rng = np.random.default_rng(0)

@@ -1,0 +1,125 @@
+"""How keys and values are stored: the types of the cache, the numbers that come back from each, and bytes.
+
+The native side is csrc/kv_layout.h (pages) and kv_codes.h (numbers). Nothing here knows torch: the runtime asks for
+sizes, the references for ``round_trip``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+KV_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3", "int8", "int4")
+"""What keys and values can be stored as."""
+
+ALIASES = {"fp8": "float8_e4m3"}
+"""Other names that users may write."""
+
+POSITIONS = 16
+"""Of a page; sizes are those of whole pages."""
+
+GROUP = 64
+"""Dims of int4 that share a step and a least value."""
+
+NIBBLE_DIMS = 32
+"""Dims of a value whose int4 codes fill 16 bytes."""
+
+SMALLEST = np.float32(2.0**-100)
+"""A row without a larger number is stored as zeros where it gets a scale."""
+
+Array = NDArray[np.float32]
+
+
+def bytes_per_position(dtype: str, key_dim: int, value_dim: int) -> int:
+    """Bytes of the key and the value of one kv head at one position, scales included."""
+    if dtype == "int4":
+        scales = 4 * (-(-key_dim // GROUP) + -(-value_dim // GROUP))
+        return -(-key_dim // 2) + -(-key_dim // 8) + -(-value_dim // NIBBLE_DIMS) * 16 + scales
+    if dtype in ("float8_e4m3", "int8"):
+        return key_dim + value_dim + 2 * 4
+    if dtype == "bfloat16":  # keys in pairs of dims
+        return (-(-key_dim // 2) * 2 + value_dim) * 2
+    return (key_dim + value_dim) * np.dtype(dtype).itemsize
+
+
+def round_trip(x: Array, dtype: str, *, keys: bool) -> Array:
+    """The numbers that attention reads where ``x`` [..., dims] was stored, each row [dims] a head's at one position.
+
+    - bfloat16, float16: rounded to nearest, ties to even.
+    - int8: scale = max|x| / 127, code = x * (127 / max|x|) rounded to nearest even.
+    - float8_e4m3: the same with 448 in place of 127 and codes of E4M3.
+    - int4: for each 64 dims step = (max - min) / 15 and min, both rounded to float16, code = (x - min) * (1 / step)
+      rounded and clamped to 0 .. 15; the number is step * code + min. Keys have codes of 5 bits, 0 .. 31: the scores
+      feel their errors some twenty times as much as the output feels those of values.
+    - float8_e4m3 and int4 rotate keys (see ``rotate``) before and back after, so that few large dims spoil no others;
+      queries are rotated too in place of that.
+
+    A row with a number that is not finite becomes NaN in full (int4: its group), also where float16 is too small.
+    """
+    if dtype not in KV_DTYPES:
+        raise ValueError(f"there is no KV dtype {dtype!r}")
+    x = np.asarray(x, np.float32)
+    if dtype == "float32":
+        return x
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype in ("bfloat16", "float16"):
+            return _rounded(x, dtype)
+        rotated = keys and dtype in ROTATED
+        stored = rotate(x) if rotated else x
+        result = _int4(stored, 31 if keys else 15) if dtype == "int4" else _scaled(stored, dtype)
+        return rotate(result) if rotated else result
+
+
+ROTATED = ("float8_e4m3", "int4")
+"""Types in which keys are stored rotated."""
+
+
+def rotate(x: Array) -> Array:
+    """Orthogonal, and its own inverse: Hadamard's matrix for each block of dims, the largest powers of two that fit."""
+    blocks, start, dims = [], 0, x.shape[-1]
+    while start < dims:
+        size = 1 << ((dims - start).bit_length() - 1)
+        block = np.asarray(x[..., start : start + size], np.float32)
+        for _ in range(size.bit_length() - 1):
+            even, odd = block[..., 0::2], block[..., 1::2]
+            block = np.concatenate([even + odd, even - odd], -1)
+        blocks.append(block * np.float32(size**-0.5))
+        start += size
+    return np.concatenate(blocks, -1)
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    """To the nearest number of a float type."""
+    import ml_dtypes  # not in the runtime, which asks for sizes only
+
+    return x.astype(np.float16 if dtype == "float16" else getattr(ml_dtypes, dtype)).astype(np.float32)
+
+
+def _scaled(x: Array, dtype: str) -> Array:
+    """Codes with one scale for each row."""
+    most = np.float32(448 if dtype == "float8_e4m3" else 127)
+    finite = np.isfinite(x).all(-1, keepdims=True)
+    largest = np.abs(np.where(finite, x, 0)).max(-1, keepdims=True)
+    stored = finite & (largest >= SMALLEST)
+    inverse = most / np.where(stored, largest, 1)
+    scale = np.where(stored, largest / most, np.where(finite, 0, np.nan)).astype(np.float32)
+    y = np.where(stored, x, 0) * inverse
+    codes = _rounded(y, "float8_e4m3fn") if dtype == "float8_e4m3" else np.rint(y)
+    return codes * scale
+
+
+def _int4(x: Array, most: int) -> Array:
+    """Codes 0 .. most with a step and a least value for each group."""
+    result = np.empty_like(x)
+    for start in range(0, x.shape[-1], GROUP):
+        group = x[..., start : start + GROUP]
+        finite = np.isfinite(group).all(-1, keepdims=True)
+        given = np.where(finite, group, 0)
+        least, largest = given.min(-1, keepdims=True), given.max(-1, keepdims=True)
+        step = ((largest - least) / np.float32(most)).astype(np.float16).astype(np.float32)
+        least = least.astype(np.float16).astype(np.float32)
+        finite = finite & np.isfinite(step) & np.isfinite(least)
+        inverse = np.divide(1, step, out=np.zeros_like(step), where=step > 0)
+        codes = np.rint(np.clip((given - least) * inverse, 0, most))
+        result[..., start : start + GROUP] = np.where(finite, codes * step + least, np.nan)
+    return result
