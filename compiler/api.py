@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
+from llmc.compiler.gate import QualityRequest
 from llmc.compiler.golden import record_goldens
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
+from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
 from llmc.compiler.targets.base import Target, find_target
 from llmc.compiler.trace import TracedProgram, trace
@@ -57,6 +59,7 @@ class BuildResult:
     engine_bytes: int
     digest: str
     report: Mapping[str, Any]
+    """The content of report.json."""
 
 
 def build_engine(
@@ -64,6 +67,7 @@ def build_engine(
     engine: Path | str,
     config: BuildConfig | None = None,
     *,
+    quality: QualityRequest | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> BuildResult:
@@ -73,6 +77,7 @@ def build_engine(
         model: a Hugging Face model directory, or a GGUF file.
         engine: the directory to make.
         config: options.
+        quality: what to measure before the engine is published, and the conditions for that. None: nothing.
         force: replace an engine that is there.
         progress: told what is being done.
 
@@ -80,19 +85,26 @@ def build_engine(
         LlmcError: by its kind; nothing is left behind.
     """
     config, progress = config or BuildConfig(), progress or Progress()
+    wanted = None if quality is None else quality.read()
     with stage(Path(engine), force) as staging:
         checkpoint = open_checkpoint(model, config, progress)
+        if wanted is not None:
+            wanted.check_memory(checkpoint)
         tokenizer = checkpoint.tokenizer()
         with facts.InputHashes(checkpoint) as inputs:  # reads the files while Python traces
             compiled = compile_model(checkpoint, config, progress)
             check_disk(compiled.estimate, staging.path)
             progress.step("hashing the model")
             contents = _contents(compiled, config, tokenizer, inputs.result())
+        if wanted is not None:
+            contents = replace(contents, recipe={**contents.recipe, "quality": wanted.recipe()})
         progress.step("writing weights", compiled.estimate.weight_bytes)
         write_files(staging, contents, progress)
         write_manifest(staging, contents)
         progress.step("recording golden prompts")
         write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
+        found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
+        report = write_report(staging, contents, found)
         write_manifest(staging, contents)
         progress.step("publishing")
     return BuildResult(
@@ -103,7 +115,7 @@ def build_engine(
         estimate=compiled.estimate,
         engine_bytes=sum(entry.size for entry in staging.files.values()),
         digest=staging.files[manifest.NAME].sha256,
-        report=contents.report,
+        report=report,
     )
 
 

@@ -7,11 +7,26 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmc.errors import UsageError
+from llmc.runtime.cli import options
+
+if TYPE_CHECKING:
+    from llmc.compiler.gate import QualityRequest
+
+
+QUALITY = (
+    click.option("--gate", help="Publish only if, for example, ppl<=+2%,top1>=0.95,kl<=0.05; else exit status 3."),
+    click.option("--eval", type=click.Path(path_type=Path), help="Measure on a text file. [default for --gate: ours]"),
+    click.option("--eval-windows", type=click.IntRange(0), help="Windows of the text; 0: all. [default: 8]"),
+    click.option("--eval-context", type=click.IntRange(2), help="Tokens of a window. [default: 2048 or what fits]"),
+    click.option("--eval-tokens", type=click.IntRange(0), help="Tokens written freely; 0: none. [default: 256]"),
+    click.option("--eval-prompts", type=click.Path(path_type=Path), help="To continue freely. [default: ours]"),
+)
+"""Options of build: what to measure before the engine is published."""
 
 
 @click.command()
@@ -28,13 +43,14 @@ from llmc.errors import UsageError
 @click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
 @click.option("--quant", default="none", show_default=True, help="Quantization method.")
+@options(QUALITY)
 @click.option("--allow-hard-links", is_flag=True, help="Accept model files that have a second name elsewhere.")
 @click.option("--dry-run", is_flag=True, help="Compile without writing; print sizes, memory and disk needed.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--quiet", is_flag=True, help="No progress.")
 def build(
-    model: Path, engine: Path | None, quant: str, dry_run: bool, force: bool, as_json: bool, quiet: bool, **options: Any
+    model: Path, engine: Path | None, quant: str, dry_run: bool, force: bool, as_json: bool, quiet: bool, **given: Any
 ) -> None:
     """Compile a model directory or GGUF file into an engine directory.
 
@@ -47,7 +63,8 @@ def build(
     from llmc.compiler.progress import progress_for
     from llmc.compiler.summary import built, planned
 
-    config = BuildConfig(quantization=quant, **options)
+    quality = _quality(given)
+    config = BuildConfig(quantization=quant, **given)
     if engine is None and not dry_run:
         raise UsageError("say where the engine goes: -o ENGINE (or --dry-run to write nothing)")
     signal.signal(signal.SIGTERM, _interrupt)
@@ -56,7 +73,7 @@ def build(
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
             result = planned(compiled)
         else:
-            result = built(build_engine(model, engine, config, force=force, progress=progress))
+            result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))
     result |= {"seconds": progress.seconds, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     _print(result, as_json)
 
@@ -124,6 +141,21 @@ def targets(as_json: bool) -> None:
     from llmc.compiler.targets.base import all_targets
 
     _print_rows([{"target": t.name, "device": t.device, "what": t.summary} for t in all_targets().values()], as_json)
+
+
+def _quality(given: dict[str, Any]) -> QualityRequest | None:
+    """Take the options of QUALITY out of those given; None if nothing is to be measured."""
+    gate, text = given.pop("gate"), given.pop("eval")
+    values = {name: given.pop(f"eval_{name}") for name in ("windows", "context", "tokens", "prompts")}
+    values = {name: value for name, value in values.items() if value is not None}
+    if gate is None and text is None:
+        if values:
+            raise UsageError(f"--eval-{next(iter(values))} belongs to --eval or --gate")
+        return None
+    from llmc.compiler.evaluation.evaluate import Evaluation
+    from llmc.compiler.gate import QualityRequest, parse_gate
+
+    return QualityRequest(Evaluation(text, **values), None if gate is None else parse_gate(gate))
 
 
 def _interrupt(number: int, frame: Any) -> None:

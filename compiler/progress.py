@@ -9,20 +9,20 @@ from typing import Any, Self
 
 
 class Progress:
-    """Steps with a name, one after the other; a step may count bytes. This one keeps the times and shows nothing."""
+    """Steps with a name, one after the other; a step may count. This one keeps the times and shows nothing."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._name = ""
         self._started = 0.0
 
-    def step(self, name: str, total: int | None = None) -> None:
-        """Begin the next step; ``total``: bytes that it will report."""
+    def step(self, name: str, total: int | None = None, unit: str = "bytes") -> None:
+        """Begin the next step; ``total``: bytes, or whatever ``unit`` names, that it will report."""
         self._end()
         self._name, self._started = name, time.monotonic()
 
     def advance(self, count: int) -> None:
-        """So many more bytes are done."""
+        """So many more are done."""
 
     def note(self, text: str) -> None:
         """Something that the user should know."""
@@ -44,10 +44,10 @@ class Progress:
 class PlainProgress(Progress):
     """One line for each step, on stderr."""
 
-    def step(self, name: str, total: int | None = None) -> None:
+    def step(self, name: str, total: int | None = None, unit: str = "bytes") -> None:
         """Print the step."""
-        super().step(name, total)
-        size = "" if total is None else f" ({format_bytes(total)})"
+        super().step(name, total, unit)
+        size = "" if total is None else f" ({format_bytes(total) if unit == 'bytes' else f'{total} {unit}'})"
         print(f"{name}{size}", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
@@ -68,9 +68,9 @@ class BarProgress(Progress):
         self._bar: Any = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task: Any = None
 
-    def step(self, name: str, total: int | None = None) -> None:
+    def step(self, name: str, total: int | None = None, unit: str = "bytes") -> None:
         """Show a new bar; it pulses where the size is not known."""
-        super().step(name, total)
+        super().step(name, total, unit)
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=total)

@@ -40,6 +40,8 @@ LABELS = {
     "chat_template": "chat template",
     "rope": "rope",
     "ignored_tensors": "ignored tensors",
+    "quality": "quality",
+    "gate": "gate",
     "warnings": "notes",
     "seconds": "time",
 }
@@ -71,6 +73,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         "limits": asdict(result.limits),
         "engine_bytes": result.engine_bytes,
         "digest": f"sha256:{result.digest}",
+        **{key: result.report[key] for key in ("quality", "gate") if key in result.report},
         **{
             key: value
             for key, value in asdict(result.estimate).items()
@@ -90,6 +93,10 @@ def _text(key: str, value: Any) -> str:
     if key == "seconds":
         total = sum(value.values())
         return f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in value.items()) + ")"
+    if key == "gate":
+        return "passed: " + ", ".join(f"{c['metric']}{c['wanted']} ({c['found']:g})" for c in value["conditions"])
+    if key == "quality":
+        return _quality_text(value)
     if key in ("stored", "files"):
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in value.items())
     if key.endswith(("_bytes", "bytes_per_token", "bytes_per_sequence")):
@@ -101,3 +108,17 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ("; " if key == "warnings" else ", ").join(map(str, value))
     return str(value)
+
+
+def _quality_text(quality: dict[str, Any]) -> str:
+    compared, generated = quality["comparison"], quality["generation"]
+    parts = [f"perplexity {quality['perplexity']:g}"]
+    if compared:
+        parts[0] += f" (source {compared['perplexity']:g}, {(compared['ratio'] - 1) * 100:+.2f} %)"
+        parts += [f"KL {compared['kl']:.3g}", f"same best token {compared['top1']:.2%}"]
+    if generated:
+        parts.append(f"repeated {generated['repetition']:.1%}")
+        if compared:
+            parts[-1] += f" (source {generated['reference_repetition']:.1%})"
+            parts.append(f"free texts part after {generated['divergence']:.0f} of {generated['limit']} tokens")
+    return ", ".join(parts)

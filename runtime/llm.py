@@ -70,6 +70,7 @@ class LLM:
     ) -> None:
         from llmc.runtime.devices import cpu, make_executor
         from llmc.runtime.engine import load_engine
+        from llmc.runtime.tokenizer import tokenizer_of
 
         engine = load_engine(engine_dir, expect_digest=expect_digest)
         limits, facts = engine.limits, engine.model
@@ -85,20 +86,7 @@ class LLM:
             has_state=bool(engine.plan.state_slots),
             check=check,
         )
-        tokenizer = None
-        if engine.read("tokenizer/tokenizer.json") is not None:
-            from llmc.runtime.tokenizer import Tokenizer
-
-            tokenizer = Tokenizer(
-                engine.tokenizer_json,
-                add_bos=facts.add_bos,
-                add_eos=facts.add_eos,
-                bos_token_id=facts.bos_token_id,
-                eos_token_ids=facts.eos_token_ids,
-                chat_template=engine.chat_template,
-                special_tokens=engine.special_tokens,
-                parse_special_in_messages=parse_special_in_messages,
-            )
+        tokenizer = tokenizer_of(engine, parse_special_in_messages=parse_special_in_messages)
         self.engine: Engine | None = engine
         self.threads = resources.physical_cores() if threads is None else threads
         if self.threads < 1:

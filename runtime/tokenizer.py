@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -16,6 +16,9 @@ from llmc.runtime.control_tokens import ControlTokens
 from llmc.runtime.detokenizer import ByteDecoder, Decoder, TextStream, WindowDecoder
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
 
 
 class Tokenizer:
@@ -66,6 +69,14 @@ class Tokenizer:
             RequestError: the text is not valid Unicode.
         """
         return [*self.prefix, *self._encode(text).ids, *self.suffix]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """The tokens of a text without what belongs around it.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        return self._encode(text).ids
 
     def encode_chat(
         self,
@@ -184,6 +195,23 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def tokenizer_of(engine: Engine, *, parse_special_in_messages: bool = False) -> Tokenizer | None:
+    """The tokenizer of an engine; None if it has none."""
+    if engine.read("tokenizer/tokenizer.json") is None:
+        return None
+    facts = engine.model
+    return Tokenizer(
+        engine.tokenizer_json,
+        add_bos=facts.add_bos,
+        add_eos=facts.add_eos,
+        bos_token_id=facts.bos_token_id,
+        eos_token_ids=facts.eos_token_ids,
+        chat_template=engine.chat_template,
+        special_tokens=engine.special_tokens,
+        parse_special_in_messages=parse_special_in_messages,
+    )
 
 
 def _with(ids: list[int], token: int, wanted: bool, *, at: int) -> list[int]:
