@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,15 @@ from llmc.compiler.golden import record_goldens
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
+from llmc.compiler.quantize.build import Result as Quantized
+from llmc.compiler.quantize.build import predicted, quantized
+from llmc.compiler.quantize.decisions import Planned
+from llmc.compiler.quantize.decisions import plan as plan_quantization
+from llmc.compiler.quantize.samples import calibration_tokens
 from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
 from llmc.compiler.targets.base import Target, find_target
+from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.compiler.trace import TracedProgram, trace
 from llmc.runtime import manifest
 from llmc.runtime.manifest import KvCacheSpec, ModelFacts
@@ -40,6 +47,8 @@ class Compiled:
     limits: Limits
     dtype: str
     kv_dtype: str
+    planned: Planned | None = None
+    """What is to be quantized; ``lowered`` then has tensors of the right sizes, without numbers."""
 
     @property
     def estimate(self) -> Estimate:
@@ -95,18 +104,20 @@ def build_engine(
             compiled = compile_model(checkpoint, config, progress)
             check_disk(compiled.estimate, staging.path)
             progress.step("hashing the model")
-            contents = _contents(compiled, config, tokenizer, inputs.result())
-        if wanted is not None:
-            contents = replace(contents, recipe={**contents.recipe, "quality": wanted.recipe()})
-        progress.step("writing weights", compiled.estimate.weight_bytes)
-        write_files(staging, contents, progress)
-        write_manifest(staging, contents)
-        progress.step("recording golden prompts")
-        write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
-        found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
-        report = write_report(staging, contents, found)
-        write_manifest(staging, contents)
-        progress.step("publishing")
+            hashes = inputs.result()
+        with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization):
+            contents = _contents(compiled, config, tokenizer, hashes, quantization)
+            if wanted is not None:
+                contents = replace(contents, recipe={**contents.recipe, "quality": wanted.recipe()})
+            progress.step("writing weights", compiled.estimate.weight_bytes)
+            write_files(staging, contents, progress)
+            write_manifest(staging, contents)
+            progress.step("recording golden prompts")
+            write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
+            found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
+            report = write_report(staging, contents, found)
+            write_manifest(staging, contents)
+            progress.step("publishing")
     return BuildResult(
         path=Path(engine),
         model=contents.model,
@@ -152,7 +163,11 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     graph = make_graph(program, checkpoint.weight)
     progress.step("lowering")
     steps = lower_steps(graph, target, dtype)
-    lowered = plan_steps(steps, target, limits)
+    recipe, planned = config.quantization_recipe, None
+    if recipe is not None:
+        parameters = {name: checkpoint.weight(name) for name in checkpoint.names}
+        planned = plan_quantization(steps, parameters, recipe, config.compute)
+    lowered = plan_steps(steps if planned is None else predicted(planned), target, limits)
     return Compiled(
         checkpoint,
         program,
@@ -163,14 +178,53 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         limits,
         dtype,
         kv_dtype,
+        planned,
     )
 
 
+@contextmanager
+def _quantized(
+    compiled: Compiled,
+    config: BuildConfig,
+    tokenizer: FrozenTokenizer | None,
+    engine: Path,
+    inputs: Mapping[str, Any],
+    progress: Progress,
+) -> Iterator[tuple[Compiled, Quantized | None]]:
+    """The model with the weights quantized, if that is asked for; while the context is open they can be read."""
+    recipe = config.quantization_recipe
+    if compiled.planned is None or recipe is None:
+        yield compiled, None
+        return
+    with quantized(
+        compiled.planned,
+        recipe,
+        engine,
+        dtype=compiled.dtype,
+        inputs=inputs,
+        notes=compiled.program.notes,
+        calibration=lambda: calibration_tokens(recipe.calibration, config, compiled, tokenizer, engine, progress),
+        progress=progress,
+    ) as result:
+        lowered = plan_steps(result.quantization.graph, compiled.target, compiled.limits)
+        yield replace(compiled, lowered=lowered), result
+
+
 def _contents(
-    compiled: Compiled, config: BuildConfig, tokenizer: Any, inputs: dict[str, dict[str, Any]]
+    compiled: Compiled,
+    config: BuildConfig,
+    tokenizer: FrozenTokenizer | None,
+    inputs: Mapping[str, Any],
+    quantization: Quantized | None,
 ) -> EngineContents:
     notes, plan = compiled.program.notes, compiled.lowered.plan
     model = facts.model_facts(compiled.checkpoint, notes, plan, tokenizer, compiled.dtype)
+    recipe = facts.recipe(config, compiled.limits, inputs)
+    report = facts.report(compiled.checkpoint, compiled.lowered, compiled.estimate, tokenizer, notes)
+    if quantization is not None:
+        model = replace(model, quantization=quantization.text)
+        recipe["quantization"] = quantization.recipe
+        report["quantization"] = quantization.report(compiled.lowered)
     return EngineContents(
         target=compiled.target.name,
         limits=manifest.Limits(**vars(compiled.limits)),
@@ -181,6 +235,6 @@ def _contents(
         graph=graph_file.to_bytes(compiled.graph, set(compiled.checkpoint.names)),
         tokenizer=tokenizer,
         generation_config=facts.generation_config(compiled.checkpoint),
-        recipe=facts.recipe(config, compiled.limits, inputs),
-        report=facts.report(compiled.checkpoint, compiled.lowered, compiled.estimate, tokenizer, notes),
+        recipe=recipe,
+        report=report,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.compiler.cli_options import quantization_options
 from llmc.errors import UsageError
 from llmc.runtime.cli import options
 
@@ -42,7 +43,7 @@ QUALITY = (
 @click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a step.")
 @click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
-@click.option("--quant", default="none", show_default=True, help="Quantization method.")
+@quantization_options
 @options(QUALITY)
 @click.option("--allow-hard-links", is_flag=True, help="Accept model files that have a second name elsewhere.")
 @click.option("--dry-run", is_flag=True, help="Compile without writing; print sizes, memory and disk needed.")
@@ -57,6 +58,9 @@ def build(
     \b
     llmc build model/ -o engine/
     llmc build model.gguf -o engine/ --dtype float32 --max-seq-len 4096
+    llmc build --quant awq model/ -o engine/                  int4 weights, calibrated
+    llmc build --quant rtn:bits=8,group=0 model/ -o engine/   int8 weights, in seconds
+    llmc build --quant w8a8 --calib texts.jsonl model/ -o engine/
     """  # noqa: D301 - click's mark for lines that it must not wrap
     from llmc.compiler.api import build_engine, compile_model, open_checkpoint
     from llmc.compiler.config import BuildConfig

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from llmc.errors import UsageError
 from llmc.plugins.paged_attention.storage import ALIASES as KV_ALIASES
 from llmc.plugins.paged_attention.storage import KV_DTYPES
+from llmc.quantization.base import parse_method
+from llmc.quantization.calibration import BUILT_IN
+from llmc.quantization.recipe import Recipe, read_recipe
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,9 @@ class BuildConfig:
     """What the user asks for.
 
     ``max_seq_len`` None: the model's limit, at most DEFAULT_MAX_SEQ_LEN. ``dtype`` and ``kv_dtype`` "auto": that of the
-    checkpoint, and that of the weights.
+    checkpoint, and that of the weights. ``quantization``: a method with its options. ``recipe``: a file with all of a
+    quantization, to which the options after it add. ``calib``: a file, ``builtin`` or ``self``; ``calib_samples`` 0: as
+    many as the text has, up to 128; ``calib_length`` None: 512, or what the engine takes if that is less.
     """
 
     target: str = "cpu"
@@ -50,15 +58,63 @@ class BuildConfig:
     max_sequences: int = 64
     quantization: str = "none"
     allow_hard_links: bool = False
+    recipe: Path | None = None
+    compute: str = "auto"
+    quant_lm_head: bool = False
+    quant_embedding: bool = False
+    calib: str = BUILT_IN
+    calib_samples: int = 0
+    calib_length: int | None = None
+    calib_seed: int = 0
+    budget: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))
         for option, value, known in (("--dtype", self.dtype, DTYPES), ("--kv-dtype", self.kv_dtype, KV_DTYPES)):
             if value not in ("auto", *known):
                 raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(known)}")
-        if self.quantization != "none":
-            raise UsageError(f"--quant {self.quantization}: not supported by this version; known: none")
         Limits(self.max_seq_len or 1, self.max_batch_tokens, self.max_sequences)
+        _ = self.quantization_recipe  # refuses methods and options that don't exist
+
+    @cached_property
+    def quantization_recipe(self) -> Recipe | None:
+        """What to quantize and how; None: nothing.
+
+        Raises:
+            UsageError: an option is wrong, or says something else than the recipe's file.
+        """
+        given = Recipe() if self.recipe is None else read_recipe(self.recipe)
+        method = None if self.quantization == "none" else parse_method(self.quantization)
+        if method is not None and given.method is not None:
+            raise UsageError(f"--quant {self.quantization}: {self.recipe} names a method too; give one of them")
+        changes: dict[str, Any] = {} if method is None else {"method": method}
+        changes |= {"lm_head": True} if self.quant_lm_head else {}
+        changes |= {"embedding": True} if self.quant_embedding else {}
+        changes |= {} if self.budget is None else {"budget": self.budget}
+        chosen = {"source": self.calib, "samples": self.calib_samples, "seed": self.calib_seed}
+        unset = {"source": BUILT_IN, "samples": 0, "seed": 0}
+        settings: dict[str, Any] = {key: value for key, value in chosen.items() if value != unset[key]}
+        settings |= {} if self.calib_length is None else {"length": self.calib_length}
+        recipe = replace(given, **changes, calibration=replace(given.calibration, **settings))
+        if recipe.method is None and not any(rule.method for rule in recipe.rules):
+            if asked := [option for option, value in self._of_quantization.items() if value]:
+                raise UsageError(f"{asked[0]}: nothing is quantized; say how with --quant METHOD, or --recipe FILE")
+            return None
+        return recipe
+
+    @property
+    def _of_quantization(self) -> dict[str, bool]:
+        """Options that mean nothing without a method, and whether they are given."""
+        return {
+            "--recipe": self.recipe is not None,
+            "--quant-lm-head": self.quant_lm_head,
+            "--quant-embedding": self.quant_embedding,
+            "--calib": self.calib != BUILT_IN,
+            "--calib-samples": self.calib_samples != 0,
+            "--calib-length": self.calib_length is not None,
+            "--calib-seed": self.calib_seed != 0,
+            "--budget": self.budget is not None,
+        }
 
     def limits(self, model_limit: int | None) -> Limits:
         """The limits for a model that was made for so many positions (None: for any number)."""

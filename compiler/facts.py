@@ -33,6 +33,17 @@ POSITION_LIMITS = (
 ANY_LENGTH = ("bloom", "mpt")
 """Model types without rotary embeddings whose positions have no table either (ALiBi)."""
 
+OPTIONS = (
+    "target",
+    "dtype",
+    "kv_dtype",
+    "max_batch_tokens",
+    "max_sequences",
+    "quantization",
+    "allow_hard_links",
+)
+"""Those that recipe.json lists; a quantization has a section of its own."""
+
 PACKAGES = ("torch", "transformers", "onnx-ir", "numpy", "ml-dtypes", "tokenizers", "gguf")
 """Those whose version may change what a build makes."""
 
@@ -125,7 +136,7 @@ def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def recipe(config: BuildConfig, limits: Limits, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """All that is needed to build the engine again: options, versions, inputs."""
-    options = asdict(config) | {"max_seq_len": limits.max_seq_len}
+    options = {name: getattr(config, name) for name in OPTIONS} | {"max_seq_len": limits.max_seq_len}
     versions = {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES}
     return {"options": options, "versions": versions, "inputs": dict(inputs)}
 

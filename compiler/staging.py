@@ -55,7 +55,7 @@ class Staging:
         path = self.path / name
         digest = hashlib.sha256()
         size = 0
-        with _disk_errors(path):
+        with disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             with open(path, "wb", buffering=0) as file:
                 for piece in pieces:
@@ -74,17 +74,23 @@ def _write_all(file: IO[bytes], view: memoryview) -> None:
 
 
 @contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(path: Path, kept: str = "nothing was left there") -> Iterator[None]:
+    """Say what went wrong with a file, and what is ``kept``.
+
+    Raises:
+        ResourceError: the disk is full or fails.
+        UsageError: the file can't be written.
+    """
     try:
         yield
     except OSError as problem:
         if problem.errno in OUT_OF_SPACE:
             free = shutil.disk_usage(path.parent if path.parent.exists() else path.parent.parent).free
             raise ResourceError(
-                f"{path.parent}: the disk is full ({problem.strerror}; {free} bytes are free); nothing was left there"
+                f"{path.parent}: the disk is full ({problem.strerror}; {free} bytes are free); {kept}"
             ) from None
         if problem.errno == errno.EIO:
-            raise ResourceError(f"{path}: the disk failed ({problem.strerror}); nothing was left there") from None
+            raise ResourceError(f"{path}: the disk failed ({problem.strerror}); {kept}") from None
         raise UsageError(f"{path}: can't be written ({problem.strerror})") from None
 
 
@@ -118,12 +124,12 @@ def stage(target: Path, force: bool = False) -> Iterator[Staging]:
     work = target.with_name(f".{target.name}.llmc-build")
     with _locked(target):
         try:
-            with _disk_errors(work):
+            with disk_errors(work):
                 _remove(work)  # left over by a build that was killed
                 work.mkdir()
             yield (staging := Staging(work))
             check_target(target, force)
-            with _disk_errors(work):
+            with disk_errors(work):
                 _sync_directories(staging.path)
                 _publish(work, target)
         finally:
@@ -133,7 +139,7 @@ def stage(target: Path, force: bool = False) -> Iterator[Staging]:
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
     lock = target.with_name(f".{target.name}.llmc-lock")
-    with _disk_errors(lock):
+    with disk_errors(lock):
         file = _take(lock, target)
     try:
         file.truncate(0)

@@ -1,0 +1,144 @@
+"""Quantization as a part of a build: from options to a quantized graph, and what recipe.json and report.json say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llmc
+from llmc.compiler.lower import LoweredGraph, LoweredModel
+from llmc.compiler.progress import Progress
+from llmc.compiler.quantize import coverage
+from llmc.compiler.quantize.apply import Quantization, quantize
+from llmc.compiler.quantize.decisions import Planned, compute_of, method_text
+from llmc.compiler.quantize.interpreter import make_chunks
+from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
+from llmc.compiler.quantize.work import key_digest, open_work
+from llmc.plugins import kernels
+from llmc.plugins.quantized_linear import packing
+from llmc.quantization.calibration import Calibration
+from llmc.quantization.recipe import Recipe
+from llmc.runtime import resources
+
+PACKAGES = ("numpy", "torch", "transformers", "onnx-ir", "tokenizers")
+"""Those whose version may change the codes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The quantized graph; sections for report.json (once the tensors are known) and for recipe.json."""
+
+    quantization: Quantization
+    recipe: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """A line for people: ``awq, int4 in groups of 128, computes with int8``."""
+        planned, found = self.quantization.planned, []
+        for method in dict.fromkeys(planned.method(site) for site in planned.chosen):
+            scheme = method.weights
+            group = f"groups of {scheme.group}" if scheme.group else "rows"
+            compute = compute_of(method, planned.compute)
+            found.append(f"{method_text(method)}: {scheme.format} in {group}, computes with {compute}")
+        return "; ".join(found)
+
+    def report(self, lowered: LoweredModel) -> dict[str, Any]:
+        """The coverage manifest.
+
+        Raises:
+            CompileError: something was skipped, or has another size than the recipe implies.
+        """
+        q = self.quantization
+        coverage.check(q.planned, q.graph)
+        found = coverage.manifest(q.planned, q.graph, lowered.weights, q.records, q.scales.touched)
+        return {"compute": q.planned.compute, **found, "recipe": self.recipe}
+
+
+def predicted(planned: Planned) -> LoweredGraph:
+    """The graph as it will be, with tensors of the right sizes but without numbers."""
+    made = {}
+    for site in planned.chosen:
+        method = planned.method(site)
+        scheme, lead = method.weights, () if site.experts is None else (site.experts,)
+        scale = (*lead, *packing.scale_shape(site.rows, site.columns, scheme.group))
+        codes = (*lead, *packing.packed_shape(scheme.format, site.rows, site.columns, scheme.group))
+        shapes = {
+            coverage.CODES: ("uint8", codes),
+            coverage.SCALE: ("float16", scale),
+            coverage.ZERO: ("uint8", scale),
+            coverage.X_SCALE: ("float32", (1,)),
+        }
+        tensors = {
+            suffix: coverage.Predicted(site.name + suffix, *shapes[suffix], nbytes)
+            for suffix, nbytes in coverage.predicted_sizes(site, method).items()
+        }
+        compute = compute_of(method, planned.compute)
+        made[site.name] = QuantizedWeight(scheme.format, scheme.group, compute, method.x_group, tensors, site.columns)
+    return replace_weights(planned.graph, made)
+
+
+@contextmanager
+def quantized(
+    planned: Planned,
+    recipe: Recipe,
+    target: Path,
+    *,
+    dtype: str,
+    inputs: Mapping[str, Any],
+    notes: Mapping[str, str],
+    calibration: Callable[[], Calibration],
+    progress: Progress,
+) -> Iterator[Result]:
+    """Quantize; the tensors of the result are in the work folder of the target while the context is open.
+
+    Args:
+        planned: what to do.
+        recipe: where that comes from.
+        target: the engine that is being built.
+        dtype: of the weights that stay.
+        inputs: hashes of the files of the model.
+        notes: what the tracer says of the model (the regime of its rope).
+        calibration: makes the tokens, if they are needed.
+        progress: is told how far it is.
+    """
+    tokens = None
+    if planned.needs_calibration:
+        progress.step("preparing calibration")
+        tokens = calibration()
+    described = _described(recipe, tokens)
+    key = {
+        "recipe": described,
+        "dtype": dtype,
+        "inputs": dict(inputs),
+        "notes": dict(notes),
+        "versions": {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES},
+        "weights": [[site.name, list(site.source.shape)] for site in planned.chosen],
+    }
+    if tokens is not None:
+        key["isa"] = kernels.best_isa()
+    threads = len(os.sched_getaffinity(0)) if tokens is not None else 1
+    threads = min(threads, resources.physical_cores())
+    with open_work(target, key, progress) as work:
+        chunks = make_chunks(list(tokens.tokens)) if tokens is not None else []
+        found = quantize(planned, lambda: chunks, dtype, work, threads, progress)
+        section = described | {"compute": planned.compute, "key": key_digest(key)}
+        if tokens is not None:
+            section["isa"] = key["isa"]
+        yield Result(found, section)
+
+
+def _described(recipe: Recipe, tokens: Calibration | None) -> dict[str, Any]:
+    """The recipe without paths, and with the hash of the tokens that were used."""
+    source = recipe.calibration.source
+    settings = replace(recipe.calibration, source=Path(source).name)
+    found = recipe.to_json() | {"calibration": asdict(settings)}
+    if tokens is None:
+        found["calibration"] = None
+    else:
+        found["calibration"] |= {"samples": len(tokens.tokens), "sha256": tokens.sha256}
+    return found
