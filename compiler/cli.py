@@ -23,7 +23,7 @@ QUALITY = (
     click.option("--gate", help="Publish only if, for example, ppl<=+2%,top1>=0.95,kl<=0.05; else exit status 3."),
     click.option("--eval", type=click.Path(path_type=Path), help="Measure on a text file. [default for --gate: ours]"),
     click.option("--eval-windows", type=click.IntRange(0), help="Windows of the text; 0: all. [default: 8]"),
-    click.option("--eval-context", type=click.IntRange(2), help="Tokens of a window. [default: 2048 or what fits]"),
+    click.option("--eval-context", type=click.IntRange(2), help="Tokens of a window. [default: 2048, or 512]"),
     click.option("--eval-tokens", type=click.IntRange(0), help="Tokens written freely; 0: none. [default: 256]"),
     click.option("--eval-prompts", type=click.Path(path_type=Path), help="To continue freely. [default: ours]"),
 )

@@ -104,12 +104,19 @@ class Result:
         limit = self.condition.limit
         return self.found <= limit if METRICS[self.condition.metric].better == "<=" else self.found >= limit
 
+    @property
+    def shown(self) -> str:
+        """``found`` with its unit."""
+        sign = "+" if self.condition.relative and self.found >= 0 else ""
+        return f"{sign}{self.found:.4g}{'%' if self.condition.relative == '%' else ''}"
+
     def to_json(self) -> dict[str, Any]:
         """For report.json."""
         return {
             "metric": self.condition.metric,
             "wanted": self.condition.wanted,
             "found": float(f"{self.found:.4g}"),
+            "shown": self.shown,
             "passed": self.passed,
         }
 
@@ -255,10 +262,7 @@ def parse_gate(text: str) -> Gate:
 def table(results: Sequence[Result]) -> list[str]:
     """A line for each condition, the failing ones marked."""
     rows = [("", "figure", "wanted", "found")]
-    for r in results:
-        sign = "+" if r.condition.relative and r.found >= 0 else ""
-        found = f"{sign}{r.found:.4g}{'%' if r.condition.relative == '%' else ''}"
-        rows.append(("ok" if r.passed else "FAILED", r.condition.metric, r.condition.wanted, found))
+    rows += [("ok" if r.passed else "FAILED", r.condition.metric, r.condition.wanted, r.shown) for r in results]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -94,7 +94,7 @@ def _text(key: str, value: Any) -> str:
         total = sum(value.values())
         return f"{total:.1f} s (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in value.items()) + ")"
     if key == "gate":
-        return "passed: " + ", ".join(f"{c['metric']}{c['wanted']} ({c['found']:g})" for c in value["conditions"])
+        return "passed: " + ", ".join(f"{c['metric']}{c['wanted']} ({c['shown']})" for c in value["conditions"])
     if key == "quality":
         return _quality_text(value)
     if key in ("stored", "files"):

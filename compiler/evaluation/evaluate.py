@@ -20,7 +20,9 @@ from llmc.errors import GateError, UsageError
 from llmc.runtime.engine import Engine
 from llmc.runtime.tokenizer import Tokenizer, tokenizer_of
 
-DEFAULT_CONTEXT = 2048
+CONTEXT, SHORT_CONTEXT, ENOUGH_WINDOWS = 2048, 512, 8
+"""Tokens of a window, by default: the first, or the second where a text has not enough windows of the first."""
+
 DEFAULT_TOKENS = 256
 
 WORST = 10
@@ -34,8 +36,9 @@ BEFORE = 12
 class Evaluation:
     """What to evaluate on. ``text``, ``prompts`` None: those that come with llmc.
 
-    ``windows`` 0: all of the text. ``context`` None: 2048, less if the engine or the text is shorter. ``tokens`` of
-    free generation, 0: none; None: 256, less for engines of short sequences.
+    ``windows`` 0: all of the text. ``context`` None: 2048, or 512 for a text of less than 8 such windows; less if the
+    engine or the text is shorter. ``tokens`` of free generation, 0: none; None: 256, less for engines of short
+    sequences.
     """
 
     text: Path | None = None
@@ -104,7 +107,10 @@ def tokens_for(engine: Engine, inputs: Inputs) -> Tokens:
     ids = token_ids(inputs.text, tokenizer, vocabulary)
     bos = engine.model.bos_token_id if engine.model.add_bos else None
     extra = 0 if bos is None else 1
-    context = evaluation.context or min(DEFAULT_CONTEXT, engine.limits.max_seq_len, len(ids) + extra)
+    context = evaluation.context
+    if context is None:
+        usual = CONTEXT if len(ids) >= ENOUGH_WINDOWS * CONTEXT else SHORT_CONTEXT
+        context = min(usual, engine.limits.max_seq_len, len(ids) + extra)
     if context < 2:
         raise UsageError(f"a window of {context} tokens has none to predict; a text of at least 2 tokens is needed")
     cut = windows(ids, context, evaluation.windows, bos)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from llmc.runtime.tokenizer import Tokenizer
 MAX_FILE_BYTES = 64 << 20
 """A text is tokenized in one call."""
 
-BUILT_IN = "built-in text"
+BUILT_IN = Path(__file__).with_name("text.txt")
+"""A text of our own, which no calibration uses."""
 
 Prompt = str | tuple[int, ...] | tuple[Mapping[str, Any], ...]
 """A text, token ids, or a chat."""
@@ -66,10 +66,10 @@ def read_text(path: Path | None) -> Text:
     Raises:
         UsageError: there is no such file, or it is neither.
     """
-    if path is None:
-        return _built_in()
-    content = _read(path)
+    content = _read(path or BUILT_IN)
     digest = hashlib.sha256(content).hexdigest()
+    if path is None:
+        return Text("the text that comes with llmc", digest, content.decode())
     if path.suffix == ".json":
         ids = strict.parse_json(content, str(path), UsageError)
         if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
@@ -158,15 +158,6 @@ def prompt_ids(prompts: Sequence[Prompt] | None, tokenizer: Tokenizer | None, vo
             raise UsageError(f"prompt {number}: it has no tokens, or some that are not below {vocabulary}")
         result.append(ids)
     return result
-
-
-def _built_in() -> Text:
-    try:
-        corpus = importlib.import_module("llmc.quantization.corpus")
-    except ImportError:
-        raise UsageError("say on which text: --eval FILE (this build has no text of its own)") from None
-    content: str = corpus.evaluation_text()
-    return Text(BUILT_IN, hashlib.sha256(content.encode()).hexdigest(), content)
 
 
 def _read(path: Path) -> bytes:

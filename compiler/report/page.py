@@ -101,7 +101,7 @@ def _tiles(contents: EngineContents, report: Mapping[str, Any]) -> list[tuple[st
     model, sizes = contents.model, report["sizes"]
     bits = 8 * sizes["weight_bytes"] / max(1, model.parameters)
     return [
-        ("parameters", f"{model.parameters / 1e6:,.1f} M"),
+        ("parameters", f"{model.parameters / 1e6:,.1f} M" if model.parameters >= 1e6 else f"{model.parameters:,}"),
         ("weights", format_bytes(sizes["weight_bytes"])),
         ("bits per parameter", f"{bits:.2f}"),
         ("KV cache", contents.kv_cache.dtype),

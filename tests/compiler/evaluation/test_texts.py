@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmc import quantization
 from llmc.compiler.evaluation import texts
 from llmc.compiler.evaluation.evaluate import Evaluation
 from llmc.errors import UsageError
@@ -31,6 +32,14 @@ def test_a_text_keeps_its_line_ends(tmp_path: Path) -> None:
     text = texts.read_text(path)
     assert text.content == "one\r\ntwo\u2028\n"
     assert (text.name, text.sha256) == ("a.txt", hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def test_our_own_text_is_not_what_calibration_uses() -> None:
+    text = texts.read_text(None)
+    assert isinstance(text.content, str) and len(text.content.split()) > 2000
+    corpus = (Path(quantization.__file__).parent / "corpus.txt").read_text(encoding="utf-8")
+    lines = {line for line in text.content.split("\n") if len(line) > 30}
+    assert len(lines) > 50 and not lines & set(corpus.split("\n"))
 
 
 def test_token_ids(tmp_path: Path) -> None:
