@@ -52,6 +52,8 @@ def quantized(tensor: BlockTensor) -> BlockTensor:
 class QuantizedBlocks(BlockTensor):
     """A QuantizedSource: a tensor whose blocks are read as codes and scales."""
 
+    order = None
+
     @property
     def _blocks(self) -> Blocks:
         return TYPES[self.type.name]

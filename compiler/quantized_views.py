@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.quantized_weights import Plain, QuantizedSource
+from llmc.compiler.quantized_weights import Plain, QuantizedSource, in_order
 from llmc.compiler.weights import Cast, Concat, Reshape, Sized, Slice, Stack, Transpose, WeightSource, numpy_dtype
 from llmc.quantization.base import BITS, Quantized, Scheme
 
@@ -33,6 +33,11 @@ class Rows(Sized):
     zero: str | None
 
     @property
+    def order(self) -> NDArray[np.int64] | None:
+        """That of the parts."""
+        return self.parts[0].order
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Leading axes and columns."""
         return (*self.index.shape, self.parts[0].shape[-1])
@@ -46,7 +51,7 @@ class Rows(Sized):
         """Dequantized."""
         inner = math.prod(self.index.shape[1:])
         values = self.quantized_rows(start * inner, stop * inner).dequantize().astype(numpy_dtype(self.dtype))
-        return values.reshape(stop - start, *self.shape[1:])
+        return in_order(values, self.order).reshape(stop - start, *self.shape[1:])
 
     @property
     def scale_dtype(self) -> str:
@@ -104,6 +109,11 @@ def find_quantized(source: WeightSource) -> QuantizedSource | None:
     parts = found.parts
     form = _common_form(parts)
     return None if form is None else Rows(parts, found.index, *form)
+
+
+def key_of_order(source: QuantizedSource) -> bytes | None:
+    """Equal for sources whose columns are in one order."""
+    return None if source.order is None else source.order.tobytes()
 
 
 def quantized_parts(source: WeightSource) -> tuple[QuantizedSource, ...]:
@@ -234,7 +244,7 @@ def _common_form(parts: tuple[QuantizedSource, ...]) -> tuple[Scheme, str | None
     """
     zeros = {part.zero for part in parts}
     scheme = common_scheme(parts)
-    if scheme is None or ("float32" in zeros and len(zeros) > 1):
+    if scheme is None or ("float32" in zeros and len(zeros) > 1) or len({key_of_order(part) for part in parts}) > 1:
         return None
     zero = "uint8" if "uint8" in zeros else next(iter(zeros))
     return replace(scheme, symmetric=zero is None), zero

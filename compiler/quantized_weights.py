@@ -23,7 +23,8 @@ GROUP_STEP = 16
 class QuantizedSource(WeightSource, Protocol):
     """A weight [..., rows, columns] of codes, read in ranges of all its rows.
 
-    ``zero`` says what its zero points are: None, "uint8", or "float32" (offsets).
+    ``zero`` says what its zero points are: None, "uint8", or "float32" (offsets). The columns of ``quantized_rows`` may
+    be in another ``order`` than those of the weight.
     """
 
     @property
@@ -34,6 +35,11 @@ class QuantizedSource(WeightSource, Protocol):
     @property
     def zero(self) -> str | None:
         """None (symmetric, or fp8), "uint8" or "float32"."""
+        ...
+
+    @property
+    def order(self) -> NDArray[np.int64] | None:
+        """None, or for each column of ``quantized_rows`` which one of the weight it is."""
         ...
 
     @property
@@ -58,10 +64,12 @@ def grouped(
     group: int,
     sizes: tuple[int, ...],
     to: str,
+    order: NDArray[np.int64] | None = None,
 ) -> WeightSource:
     """Codes [R, K] with scales and zero points [R, G], as a tensor of ``sizes`` whose numbers are rounded to ``to``.
 
-    A QuantizedSource where the engine has groups of that size, else the numbers only.
+    With an ``order`` [K], column i of the codes is column ``order[i]`` of the tensor. A QuantizedSource where the
+    engine has groups of that size, else the numbers only.
     """
     count = max(-(-group // MAX_GROUP), 1)
     parts = next((n for n in range(count, group // GROUP_STEP + 1) if group % (n * GROUP_STEP) == 0), 0)
@@ -69,7 +77,7 @@ def grouped(
         width = -(-sizes[-1] * parts // group)
         scale, group = Repeated(scale, parts, width), group // parts
         zeros = None if zeros is None else Repeated(zeros, parts, width)
-    weight = Grouped(codes, scale, zeros, format, group, sizes, to)
+    weight = Grouped(codes, scale, zeros, format, group, sizes, to, order)
     return weight if parts or not group else Plain(weight)
 
 
@@ -88,6 +96,7 @@ class Grouped(Sized):
     group: int
     sizes: tuple[int, ...]
     to: str
+    order: NDArray[np.int64] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -123,7 +132,7 @@ class Grouped(Sized):
         inner = math.prod(self.sizes[1:-1])
         with np.errstate(over="ignore"):  # infinities are found where the engine is written
             values = self.quantized_rows(start * inner, stop * inner).dequantize().astype(numpy_dtype(self.to))
-        return values.reshape(stop - start, *self.sizes[1:])
+        return in_order(values, self.order).reshape(stop - start, *self.sizes[1:])
 
     def quantized_rows(self, start: int, stop: int) -> Quantized:
         """As they are."""
@@ -134,6 +143,15 @@ class Grouped(Sized):
         """They are tensors of their own."""
         zero = None if self.zeros is None else self.zeros.rows(start, stop)
         return self.scale.rows(start, stop).astype(np.float32), zero
+
+
+def in_order(values: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[Any]:
+    """Columns back where they belong: column i becomes column ``order[i]``."""
+    if order is None:
+        return values
+    result = np.empty_like(values)
+    result[:, order] = values
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +180,9 @@ class Repeated(Sized):
 def describe(source: QuantizedSource) -> str:
     """How it is stored, for people: ``int4 in groups of 128 with zero points``."""
     groups = f" in groups of {source.scheme.group}" if source.scheme.group else " by row"
-    return (
-        source.scheme.format
-        + groups
-        + {None: "", "uint8": " with zero points", "float32": " with offsets"}[source.zero]
-    )
+    zeros = {None: "", "uint8": " with zero points", "float32": " with offsets"}
+    order = "" if source.order is None else " in act-order"
+    return source.scheme.format + groups + zeros[source.zero] + order
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmc.compiler.prequantized.base import FLOATS, Kind, Made, Options, Recent, Tensors, group_size, transposed, unpack
+from llmc.compiler.prequantized.base import FLOATS, Kind, Options, Tensors, group_size
+from llmc.compiler.prequantized.sources import Made, Recent, transposed, unpack
 from llmc.compiler.quantized_weights import grouped
 from llmc.compiler.weights import WeightSource, read
 

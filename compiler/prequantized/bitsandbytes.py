@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.prequantized.base import Bits, Kind, Options, Tensors
+from llmc.compiler.prequantized.base import Kind, Options, Tensors
+from llmc.compiler.prequantized.sources import Bits
 from llmc.compiler.quantized_weights import Grouped
 from llmc.compiler.weights import Reshape, Sized, WeightSource, numpy_dtype, read
 from llmc.errors import CheckpointError, CompileError

@@ -13,23 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.prequantized.base import (
-    FLOATS,
-    Bits,
-    ByColumn,
-    Kind,
-    Made,
-    Options,
-    Recent,
-    Spread,
-    Tensors,
-    Unpacked,
-    act_order,
-    group_size,
-    unpack,
-    words,
-)
-from llmc.compiler.quantized_weights import grouped
+from llmc.compiler.prequantized.base import FLOATS, Kind, Options, Tensors, act_order, group_size
+from llmc.compiler.prequantized.sources import Bits, Made, Recent, Spread, Unpacked, ordered, unpack, words
 from llmc.compiler.weights import Reshape, WeightSource, read
 from llmc.errors import CheckpointError, CompileError
 
@@ -135,11 +120,8 @@ def _weight(tensors: Tensors, stem: str, scheme: _Scheme, recent: Recent) -> Wei
     zeros: WeightSource | None = _zeros(tensors, stem, scheme, shape, recent)
     group = scheme.block[1] if scheme.strategy == "block" else scheme.group
     order = act_order(tensors, f"{stem}.weight_g_idx", shape[1], scheme.group)
-    if order is not None:
-        scales, group = ByColumn(scales, order), 1
-        zeros = None if zeros is None else ByColumn(zeros, order)
     format = "fp8" if scheme.kind == "float" else "int8" if scheme.bits == 8 else "int4"
-    return grouped(codes, scales, zeros, format, group, shape, scale.dtype)
+    return ordered(order, codes, scales, zeros, format, group, shape, scale.dtype)
 
 
 def _codes(tensors: Tensors, stem: str, scheme: _Scheme) -> WeightSource:

@@ -6,7 +6,8 @@ multiplied by, in spite of the name, or one number for the whole weight.
 
 from __future__ import annotations
 
-from llmc.compiler.prequantized.base import Bits, Kind, Options, Spread, Tensors
+from llmc.compiler.prequantized.base import Kind, Options, Tensors
+from llmc.compiler.prequantized.sources import Bits, Spread
 from llmc.compiler.quantized_weights import grouped
 from llmc.compiler.weights import Reshape, WeightSource
 from llmc.errors import CheckpointError

@@ -12,21 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.prequantized.base import (
-    FLOATS,
-    ByColumn,
-    Kind,
-    Made,
-    Options,
-    Recent,
-    Tensors,
-    act_order,
-    group_size,
-    transposed,
-    unpack,
-    words,
-)
-from llmc.compiler.quantized_weights import grouped
+from llmc.compiler.prequantized.base import FLOATS, Kind, Options, Tensors, act_order, group_size
+from llmc.compiler.prequantized.sources import Made, Recent, ordered, transposed, unpack, words
 from llmc.compiler.weights import WeightSource, read
 from llmc.errors import CompileError
 
@@ -96,9 +83,8 @@ def _weight(tensors: Tensors, stem: str, settings: _Settings) -> WeightSource:
         "uint8",
         recent,
     )
-    if order is not None:
-        scale, zeros, group = ByColumn(scale, order), ByColumn(zeros, order), 1
-    return grouped(codes, scale, zeros, "int8" if bits == 8 else "int4", group, (rows, columns), scales.dtype)
+    format = "int8" if bits == 8 else "int4"
+    return ordered(order, codes, scale, zeros, format, group, (rows, columns), scales.dtype)
 
 
 def _zeros(stored: NDArray[np.int32], bits: int, count: int, minus_one: bool) -> NDArray[np.uint8]:

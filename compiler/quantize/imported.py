@@ -6,33 +6,91 @@ What has no form of the engine (or is read by other ops) is used as the floats t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.compiler.lower import LoweredGraph
+from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
+from llmc.compiler.lowering.values import Buffer, View, contiguous, product
 from llmc.compiler.quantize.decisions import COMPUTES, DEFAULT_COMPUTE
 from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
-from llmc.compiler.quantize.sites import DOWN, GATE_UP, WEIGHT_INPUTS, Part, Site, find_sites, split_parts
-from llmc.compiler.quantized_views import common_scheme, find_quantized, quantized_parts, recast
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantize.sites import DOWN, GATE_UP, WEIGHT_INPUTS, Part, Site, find_sites, split_parts, stored_view
+from llmc.compiler.quantized_views import common_scheme, find_quantized, key_of_order, quantized_parts, recast
+from llmc.compiler.quantized_weights import QuantizedSource, describe
 from llmc.compiler.safetensors_writer import Tensor
-from llmc.compiler.weights import Slice, WeightSource, numpy_dtype
+from llmc.compiler.weights import Array, Slice, WeightSource, numpy_dtype
 from llmc.errors import UsageError
 from llmc.plugins.quantized_linear import packing
+from llmc.runtime.plan import Storage
 
 CHUNK_BYTES = 16 << 20
 """Codes, one a byte, that are read at a time."""
 
 
-def keep_quantized(
-    graph: LoweredGraph, parameters: Mapping[str, WeightSource], compute: str
-) -> tuple[LoweredGraph, list[str]]:
-    """The graph with the checkpoint's own codes, and notes about weights that are floats all the same.
+@dataclass(frozen=True, eq=False)
+class Imported:
+    """A graph with the checkpoint's own codes. ``kept``: the weights that have them, by tensor."""
+
+    graph: LoweredGraph
+    sites: Sequence[Site]
+    kept: Mapping[str, QuantizedSource]
+    compute: str
+
+    @property
+    def text(self) -> str:
+        """A line for people: ``of the checkpoint: int4 in groups of 128, computes with int8``."""
+        forms = dict.fromkeys(describe(source) for source in self.kept.values())
+        computes = dict.fromkeys(compute_for(source.scheme.format, self.compute) for source in self.kept.values())
+        return f"of the checkpoint: {', '.join(forms)}; computes with {', '.join(computes)}"
+
+    @property
+    def lost(self) -> list[Site]:
+        """Weights that have codes in the checkpoint, but not here."""
+        return [site for site in self.sites if site.name not in self.kept and _has_codes(site.source)]
+
+    def coverage(self, stored: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        """For report.json: how each weight is stored. ``stored``: the tensors of the engine, by name."""
+        entries = []
+        seen: set[str] = set()
+        for site in self.sites:
+            names = [site.name + suffix for suffix in (CODES, SCALE, ZERO) if site.name + suffix in stored]
+            if names:
+                seen.update(names)
+                nbytes = sum(stored[name].nbytes for name in names)
+                entries.append(self._entry(site, nbytes, stored[site.name].dtype))
+        for name, tensor in stored.items():
+            if name not in seen:
+                count = max(1, math.prod(tensor.shape))
+                form = {"format": tensor.dtype, "bits": 8 * tensor.nbytes / count, "group": None, "error": None}
+                entries.append({"name": name} | form | {"bytes": tensor.nbytes, "reason": "not quantized before"})
+        return entries
+
+    def _entry(self, site: Site, nbytes: int, dtype: str) -> dict[str, Any]:
+        source = self.kept.get(site.name)
+        lost = "its parts are quantized in several ways" if site in self.lost else "not quantized before"
+        found = {
+            "name": site.label,
+            "tensor": site.name,
+            "role": site.role,
+            "shape": list(site.source.shape),
+            "source_dtype": site.source.dtype,
+            "format": dtype if source is None else source.scheme.format,
+            "bits": round(8 * nbytes / site.numbers, 4),
+            "group": None if source is None else source.scheme.group,
+            "error": None if source is None else 0.0,
+            "bytes": nbytes,
+            "reason": lost if source is None else "",
+        }
+        return found if source is None else found | {"method": "as in the checkpoint"}
+
+
+def keep_quantized(graph: LoweredGraph, parameters: Mapping[str, WeightSource], compute: str) -> Imported | None:
+    """Use the checkpoint's own codes; None if it has none.
 
     Args:
         graph: the lowered model.
@@ -42,22 +100,20 @@ def keep_quantized(
     Raises:
         UsageError: ``compute`` is not for the format.
     """
+    if not any(_has_codes(source) for source in parameters.values()):
+        return None
     for site in find_sites(graph, parameters):
         groups = _split(site)
         if len(groups) > 1 and all(graph.steps[number].op == "linear" for number, _ in site.readers):
             graph = split_parts(graph, site, groups)
-    sites = {site.name: site for site in find_sites(graph, parameters)}
-    found = {name: source for name, site in sites.items() if (source := find_quantized(site.source)) is not None}
-    for name in _read_otherwise(graph):
+    sites = find_sites(graph, parameters)
+    found = {site.name: source for site in sites if (source := find_quantized(site.source)) is not None}
+    for name in _read_otherwise(graph, found):
         found.pop(name, None)
     _match_experts(graph, found)
-    notes = [
-        f"{site.label}: dequantized, since its parts are quantized in ways that don't fit together"
-        for name, site in sites.items()
-        if name not in found and _has_codes(site.source)
-    ]
+    graph = _order_inputs(graph, found)
     quantized = {name: _weight(name, source, compute) for name, source in found.items()}
-    return replace_weights(graph, quantized), notes
+    return Imported(replace_weights(graph, quantized), sites, found, compute)
 
 
 def compute_for(format: str, wanted: str) -> str:
@@ -74,25 +130,17 @@ def compute_for(format: str, wanted: str) -> str:
 
 
 def _split(site: Site) -> list[list[Part]]:
-    """Parts of a merged weight, those together that are quantized in one form or are all floats."""
-    if site.experts is not None or len(site.parts) == 1 or find_quantized(site.source) is not None:
+    """Parts of a merged weight: neighbours that are quantized in one form, or are all floats, stay together."""
+    if site.experts is not None or len(site.parts) == 1:
         return [list(site.parts)]
-    ends = np.cumsum([0, *(part.rows for part in site.parts)]).tolist()
-    groups: list[list[Part]] = []
-    begin = 0
-    for part, (start, end) in zip(site.parts, pairwise(ends), strict=True):
-        is_float = _rows(site, start, end) is None
-        together = _rows(site, begin, end) is None if is_float else _rows(site, begin, end) is not None
-        if groups and together and (_rows(site, begin, start) is None) == is_float:
-            groups[-1].append(part)
-        else:
-            groups.append([part])
-            begin = start
-    return groups
-
-
-def _rows(site: Site, begin: int, end: int) -> QuantizedSource | None:
-    return find_quantized(Slice(site.source, (slice(begin, end),)))
+    forms = []
+    end = 0
+    for part in site.parts:
+        start, end = end, end + part.rows
+        source = find_quantized(Slice(site.source, (slice(start, end),)))
+        forms.append(None if source is None else (source.scheme, source.zero, key_of_order(source)))
+    pairs = zip(site.parts, forms, strict=True)
+    return [[part for part, _ in group] for _, group in groupby(pairs, key=lambda pair: pair[1])]
 
 
 def _has_codes(source: WeightSource) -> bool:
@@ -103,14 +151,44 @@ def _has_codes(source: WeightSource) -> bool:
     return any(_has_codes(child) for child in children)
 
 
-def _read_otherwise(graph: LoweredGraph) -> set[str]:
-    """Names of weights that not only products and embeddings read."""
+def _read_otherwise(graph: LoweredGraph, found: Mapping[str, QuantizedSource]) -> set[str]:
+    """Names of weights that not only products and embeddings read; those in act-order are for linears only."""
     names = set()
     for step in graph.steps:
         for index, view in enumerate(step.inputs):
-            if view is not None and index not in WEIGHT_INPUTS.get(step.op, ()):
+            if view is None or view.buffer.name not in found:
+                continue
+            in_order = found[view.buffer.name].order is not None
+            if index not in WEIGHT_INPUTS.get(step.op, ()) or (in_order and step.op != "linear"):
                 names.add(view.buffer.name)
     return names
+
+
+def _order_inputs(graph: LoweredGraph, found: Mapping[str, QuantizedSource]) -> LoweredGraph:
+    """Where the columns of a weight are in act-order, a step before the product brings its inputs into that order."""
+    steps: list[LoweredStep] = []
+    stored = dict(graph.weights)
+    orders: dict[bytes, View] = {}
+    ordered: dict[tuple[View, View], View] = {}
+    for step in graph.steps:
+        source = found.get(step.inputs[1].buffer.name) if step.op == "linear" and step.inputs[1] is not None else None
+        if source is None or source.order is None:
+            steps.append(step)
+            continue
+        x, weight = step.inputs[:2]
+        assert x is not None and weight is not None, "a linear has both"
+        key = source.order.tobytes()
+        if key not in orders:
+            tensor = PackedWeight(f"{weight.buffer.name}.order", Array(source.order.astype(np.int32)))
+            stored[tensor.name] = tensor
+            orders[key] = stored_view(tensor.name, tensor.dtype, tensor.shape)
+        if (x, orders[key]) not in ordered:
+            buffer = Buffer(f"{weight.buffer.name}.x", Storage.ARENA, x.dtype, product(x.shape))
+            y = ordered[x, orders[key]] = View(buffer, x.shape, contiguous(x.shape))
+            columns = (x.transpose([1, 0]), orders[key])
+            steps.append(LoweredStep("gather", columns, (y.transpose([1, 0]),), {}, step.module))
+        steps.append(replace(step, inputs=(ordered[x, orders[key]], *step.inputs[1:])))
+    return replace(graph, steps=steps, weights=stored)
 
 
 def _match_experts(graph: LoweredGraph, found: dict[str, QuantizedSource]) -> None:
@@ -134,7 +212,8 @@ def _weight(name: str, source: QuantizedSource, compute: str) -> QuantizedWeight
     tensors: dict[str, Tensor] = {CODES: _Codes(name, source), SCALE: _Scales(name + SCALE, source)}
     if source.zero is not None:
         tensors[ZERO] = _Zeros(name + ZERO, source)
-    return QuantizedWeight(scheme.format, scheme.group, compute_for(scheme.format, compute), scheme.x_group, tensors)
+    chosen = compute_for(scheme.format, compute)
+    return QuantizedWeight(scheme.format, scheme.group, chosen, scheme.x_group, tensors, source.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,6 +138,7 @@ def test_rows_that_are_far_apart_are_read_piece_by_piece() -> None:
     class Watched:
         shape, dtype, nbytes, scheme = source.shape, source.dtype, source.nbytes, source.scheme
         zero, scale_dtype, rows, scale_rows = source.zero, source.scale_dtype, source.rows, source.scale_rows
+        order = None
 
         def quantized_rows(self, start: int, stop: int) -> object:
             asked.append((start, stop))
@@ -147,6 +148,28 @@ def test_rows_that_are_far_apart_are_read_piece_by_piece() -> None:
     assert found is not None
     np.testing.assert_array_equal(found.quantized_rows(0, 4).dequantize(), read(source)[::100])
     assert asked == [(0, 1), (100, 101), (200, 201), (300, 301)]
+
+
+def ordered(seed: int, shift: int) -> QuantizedSource:
+    """Two groups of 16 columns, moved by some places."""
+    random = np.random.default_rng(seed)
+    codes, scale = random.integers(0, 16, (5, 32)).astype(np.uint8), random.uniform(0.1, 1, (5, 2)).astype(np.float16)
+    places = np.roll(np.arange(32), shift)
+    found = grouped(Array(codes), Array(scale), None, "int4", 16, (5, 32), "float32", places)
+    assert isinstance(found, QuantizedSource)
+    return found
+
+
+def test_columns_in_act_order() -> None:
+    """Rows are quantized in the order of the groups, numbers come in that of the columns; orders are not mixed."""
+    both = Concat((ordered(1, 5), ordered(2, 5)))
+    found = find_quantized(both)
+    assert found is not None
+    assert found.order is not None
+    np.testing.assert_array_equal(found.quantized_rows(0, 10).dequantize(), read(both)[:, found.order])
+    np.testing.assert_array_equal(found.rows(3, 8), read(both)[3:8])
+    assert find_quantized(Concat((ordered(1, 5), ordered(2, 6)))) is None
+    assert describe(found) == "int4 in groups of 16 in act-order"
 
 
 def test_sizes_of_groups_that_the_engine_lacks() -> None:

@@ -12,7 +12,8 @@ from checkpoints import llama_arrays, write_llama, write_model
 from quantized_files import AWQ, SIZES, edit_config, pack_awq, pack_words, write_quantized
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.prequantized.base import kinds, read_quantized, unpack
+from llmc.compiler.prequantized.base import kinds, read_quantized
+from llmc.compiler.prequantized.sources import unpack
 from llmc.compiler.quantized_views import find_quantized
 from llmc.compiler.weights import Array, Transpose, read
 from llmc.errors import CheckpointError, CompileError, LlmcError

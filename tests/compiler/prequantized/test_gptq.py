@@ -78,7 +78,33 @@ def test_act_order(tmp_path: Path, group: int) -> None:
     for name in checkpoint.names:
         values = read(checkpoint.weight(name)).astype(np.float32)
         np.testing.assert_array_equal(values, expected[name].astype(np.float32))
-    assert any("act-order" in warning for warning in checkpoint.warnings)
+    kept = checkpoint.weight(NAME)
+    assert isinstance(kept, QuantizedSource)
+    assert kept.order is not None
+    rows = kept.quantized_rows(2, 9)
+    np.testing.assert_array_equal(rows.dequantize().astype(np.float16), expected[NAME][2:9][:, kept.order])
+    assert any("in act-order: " in warning for warning in checkpoint.warnings)
+
+
+def test_groups_of_odd_sizes(tmp_path: Path) -> None:
+    """A g_idx that puts more columns into one group than into another is no act-order that the engine knows."""
+
+    def uneven(weight: NDArray[np.float32], random: np.random.Generator) -> Packed:
+        codes, scale, zero = random_codes(weight, random, 4, 32)
+        g_idx = np.sort(random.integers(0, scale.shape[1], codes.shape[1])).astype(np.int32)
+        tensors = pack_gptq(weight, random)[0] | {
+            "qweight": np.ascontiguousarray(pack_words(codes, 4).T),
+            "qzeros": pack_words(zero.T, 4),
+            "scales": np.ascontiguousarray(scale.T),
+            "g_idx": g_idx,
+        }
+        return tensors, plain_values(codes, scale, zero, lambda column: int(g_idx[column]))
+
+    expected = write_quantized(tmp_path, GPTQ | {"checkpoint_format": "gptq_v2"}, uneven)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert not isinstance(checkpoint.weight(NAME), QuantizedSource)
+    np.testing.assert_array_equal(read(checkpoint.weight(NAME)).astype(np.float32), expected[NAME])
+    assert any("other sizes than group_size says" in warning for warning in checkpoint.warnings)
 
 
 def test_one_group_for_a_row(tmp_path: Path) -> None:
