@@ -3,7 +3,7 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import NoReturn
 
 import click
 
@@ -25,8 +25,13 @@ COMMANDS = {
 """name: (module:function, one line of help)"""
 
 EPILOG = (
-    "Exit codes: 0 ok, 1 user error, 2 usage, 3 gate failed, 4 corrupt or incompatible artifact, 5 out of resources."
+    "Exit codes: 0 ok, 1 user error, 2 usage, 3 gate failed, 4 corrupt or incompatible artifact, 5 out of resources, "
+    "130 interrupted."
 )
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM, as shells have it."""
 
 
 class LazyGroup(click.Group):
@@ -61,10 +66,17 @@ def cli() -> None:
     """
 
 
-def main(arguments: Sequence[str] | None = None) -> Any:
-    """Run the command; errors of llmc end it with their exit code and without a traceback."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit; errors of llmc end it with their exit code and without a traceback."""
     try:
-        return cli.main(args=arguments, prog_name="llmc")
+        code = cli.main(args=arguments, prog_name="llmc", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:  # Ctrl-C, SIGTERM
+        click.echo("llmc: interrupted", err=True)
+        sys.exit(INTERRUPTED)
     except LlmcError as error:
         if debug.enabled("LLMC_DEBUG"):
             raise
