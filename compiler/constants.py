@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,8 +117,7 @@ def _evaluate_plugin(node: ir.Node, inputs: Sequence[NDArray[Any] | None]) -> Se
     op = all_ops()[node.op_type]
     given = {name: kind(_attribute(node, name, None)) for name, kind in op.attributes.items()}
     tensors = [None if array is None else torch.from_numpy(np.array(array)) for array in inputs]
-    count = len(inspect.signature(op.reference).parameters) - len(op.attributes)
-    results = op.reference(*tensors, *[None] * (count - len(tensors)), **given)
+    results = op.reference(*tensors, *[None] * (len(op.inputs) - len(tensors)), **given)
     return [result.numpy() for result in (results if isinstance(results, tuple) else (results,))]
 
 

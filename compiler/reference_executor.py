@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from llmc.plugins import all_ops
 from llmc.plugins.linear import packing
 from llmc.plugins.paged_attention.step import Step as AttentionStep
 from llmc.plugins.paged_attention.storage import round_trip
+from llmc.plugins.quantized_linear import packing as quantized
 from llmc.runtime.batch import Batch
 from llmc.runtime.plan import Plan, Step, Storage, Value
 
@@ -32,6 +32,7 @@ _TORCH = {
     "int32": torch.int32,
     "int64": torch.int64,
     "bool": torch.bool,
+    "uint8": torch.uint8,
 }
 Observer = Callable[[Step, Sequence[Tensor | None], Sequence[Tensor]], None]
 
@@ -99,7 +100,7 @@ class ReferenceExecutor:
         _unpack(step, inputs, outputs)
         if step.op == "paged_attention":
             inputs[1:3] = [self._stored(inputs[i], keys=i == 1) for i in (1, 2)]
-        absent = [None] * (_input_count(step.op) - len(inputs))
+        absent = [None] * (len(op.plan_inputs) - len(inputs))
         results = op.reference(*inputs, *absent, **step.attributes)
         results = results if isinstance(results, tuple) else (results,)
         for output, result in zip(outputs, results, strict=True):
@@ -206,31 +207,63 @@ def _tensor(array: NDArray[Any]) -> Tensor:
     return tensor.view(torch.bfloat16) if narrow else tensor
 
 
-def _input_count(op: str) -> int:
-    declared = all_ops()[op]
-    return len(inspect.signature(declared.reference).parameters) - len(declared.attributes)
-
-
 def _unpack(step: Step, inputs: list[Tensor | None], outputs: Sequence[Tensor]) -> None:
     """Replace packed weights by matrices, as the references have them."""
+    x, y = inputs[0], outputs[0]
+    assert x is not None, f"{step.op} has inputs"
+    given = step.attributes
     if step.op == "linear":
-        x, weight = inputs[0], inputs[1]
-        assert x is not None and weight is not None, "linear has two inputs"
-        inputs[1] = _unpacked(weight, outputs[0].shape[-1], x.shape[-1])
+        inputs[1] = _unpacked(inputs[1], y.shape[-1], x.shape[-1])
+    elif step.op == "quantized_linear":
+        _unpack_codes(inputs, (1, 2, 3), given, y.shape[-1], x.shape[-1])
     elif step.op == "embedding":
         table = inputs[1]
         assert table is not None, "embedding has a table"
-        if table.ndim > 2:
-            inputs[1] = _unpacked(table, table.shape[0] * packing.PANEL, outputs[0].shape[-1])
+        if given.get("format", "plain") != "plain":
+            _unpack_codes(inputs, (1, 2, 3), given, table.shape[0] * packing.PANEL, y.shape[-1])
+        elif table.ndim > 2:
+            inputs[1] = _unpacked(table, table.shape[0] * packing.PANEL, y.shape[-1])
     elif step.op == "moe":
-        x, gate_up, down = inputs[0], inputs[3], inputs[4]
-        assert x is not None and gate_up is not None and down is not None, "moe has five inputs"
-        hidden, inner = x.shape[-1], int(np.prod(down.shape[2:])) // packing.PANEL
-        rows = inner * 2 if step.attributes["gated"] else inner
-        inputs[3] = torch.stack([_unpacked(expert, rows, hidden) for expert in gate_up])
-        inputs[4] = torch.stack([_unpacked(expert, hidden, inner) for expert in down])
+        _unpack_experts(inputs, given, x.shape[-1])
 
 
-def _unpacked(packed: Tensor, rows: int, columns: int) -> Tensor:
+def _unpack_experts(inputs: list[Tensor | None], given: Mapping[str, Any], hidden: int) -> None:
+    gate_up, down, bias = inputs[3], inputs[4], inputs[5] if len(inputs) > 5 else None
+    assert gate_up is not None and down is not None, "moe has five inputs"
+    halves = 2 if given["gated"] else 1
+    inner = int(given.get("inner", 0)) or (
+        bias.shape[1] // halves if bias is not None else int(np.prod(down.shape[2:])) // packing.PANEL
+    )
+    if given.get("format", "plain") != "plain":
+        inner = inner if given.get("inner") or bias is not None else inner * (2 if given["format"] == "int4" else 1)
+        _unpack_codes(inputs, (3, 7, 8), given, inner * halves, hidden)
+        _unpack_codes(inputs, (4, 9, 10), given, hidden, inner)
+        return
+    inputs[3] = torch.stack([_unpacked(expert, inner * halves, hidden) for expert in gate_up])
+    inputs[4] = torch.stack([_unpacked(expert, hidden, inner) for expert in down])
+
+
+def _unpacked(packed: Tensor | None, rows: int, columns: int) -> Tensor:
+    assert packed is not None, "a required input is absent"
     axes = (0, 2, 1, 3) if packed.ndim == 4 else (0, 2, 1)
     return packed.permute(axes).reshape(packed.shape[0] * packing.PANEL, -1)[:rows, :columns]
+
+
+def _unpack_codes(
+    inputs: list[Tensor | None], places: tuple[int, int, int], given: Mapping[str, Any], rows: int, columns: int
+) -> None:
+    """Codes, scales and zeros as matrices, or as one for each expert."""
+    format, group = str(given["format"]), int(given["group"])
+
+    def unpacked(packed: Tensor, codes: bool) -> Tensor:
+        if packed.ndim > (4 if codes else 3):
+            return torch.stack([unpacked(expert, codes) for expert in packed])
+        array = packed.numpy()
+        matrix = (
+            quantized.unpack(format, group, array, rows, columns) if codes else quantized.unpack_scales(array, rows)
+        )
+        return torch.from_numpy(np.ascontiguousarray(matrix))
+
+    for number, place in enumerate(places):
+        if place < len(inputs) and (packed := inputs[place]) is not None:
+            inputs[place] = unpacked(packed, number == 0)

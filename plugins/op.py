@@ -26,6 +26,10 @@ class Op:
     ``plugins/<name>/reference.py`` holds ``reference(*inputs, **attributes)``, torch code that says what the op means
     and is right in float64 too, and ``samples(rng) -> Iterator[Sample]``. It is imported when first asked for, so the
     runtime never loads torch. ``plugins/<name>/<name>_cpu.cpp`` is held to it by tests/plugins/test_ops.py.
+
+    Plans know more than graphs, where weights are still what they mean: ``stored_inputs`` follow the others and
+    ``stored_attributes`` (with what they are if they are left out) say how a plan stores weights, as quantization does.
+    Then ``stored_samples(rng)`` gives more samples. An op that is ``plan_only`` stands in no graph.
     """
 
     name: str
@@ -34,6 +38,19 @@ class Op:
     attributes: Mapping[str, type] = field(default_factory=dict)
     rtol: float = 1e-5
     atol: float = 1e-5
+    stored_inputs: tuple[str, ...] = ()
+    stored_attributes: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+    plan_only: bool = False
+
+    @property
+    def plan_inputs(self) -> tuple[str, ...]:
+        """The inputs of a step."""
+        return self.inputs + self.stored_inputs
+
+    @property
+    def plan_attributes(self) -> Mapping[str, type]:
+        """The attributes of a step."""
+        return {**self.attributes, **{name: type(value) for name, value in self.stored_attributes.items()}}
 
     @property
     def reference(self) -> Callable[..., Any]:
@@ -52,6 +69,12 @@ class Op:
         """Inputs for the contract test, from a ``numpy.random.Generator``."""
         function: Callable[..., Iterator[Sample]] = self._module.samples
         return function
+
+    def plan_samples(self, rng: Any) -> Iterator[Sample]:
+        """``samples``, and those of the forms that only plans have."""
+        yield from self.samples(rng)
+        if self.stored_attributes:
+            yield from self._module.stored_samples(rng)
 
     @cached_property
     def _module(self) -> Any:

@@ -16,7 +16,7 @@ from llmc.errors import EngineError
 
 Attribute = bool | int | float | str
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1}
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 """The dtypes of values, and the bytes of an element."""
 
 MAX_DIMS = 8
@@ -108,7 +108,8 @@ class Storage(enum.Enum):
 class Value:
     """A strided view. ``base``: byte offset in the arena, name of a tensor in weights.safetensors, or of a batch input.
 
-    Dtypes: float32, bfloat16, float16, int32, int64, bool. Strides, offset: in elements; a stride of 0 broadcasts.
+    Dtypes: float32, bfloat16, float16, int32, int64, bool, uint8 (codes). Strides, offset: in elements; a stride of 0
+    broadcasts.
     """
 
     name: str

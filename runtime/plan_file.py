@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmc.errors import EngineError
-from llmc.plugins import all_ops
+from llmc.plugins import Op, all_ops
 from llmc.runtime import strict
 from llmc.runtime.manifest import Limits
 from llmc.runtime.plan import BATCH_INPUTS, DTYPES, MAX_DIMS, Dim, Plan, Storage, Value
@@ -135,10 +135,11 @@ def _check_steps(plan: Plan, where: str) -> None:
         if step.op not in ops:
             raise EngineError(f"{spot}: this llmc has no op {step.op!r}; it has {', '.join(ops)}")
         op = ops[step.op]
-        required = sum(not name.endswith("?") for name in op.inputs)
+        inputs = op.plan_inputs
+        required = sum(not name.endswith("?") for name in inputs)
         absent = [i for i, name in enumerate(step.inputs) if name is None]
-        if not required <= len(step.inputs) <= len(op.inputs) or any(not op.inputs[i].endswith("?") for i in absent):
-            raise EngineError(f"{spot}: takes the inputs {', '.join(op.inputs)}, found {list(step.inputs)}")
+        if not required <= len(step.inputs) <= len(inputs) or any(not inputs[i].endswith("?") for i in absent):
+            raise EngineError(f"{spot}: takes the inputs {', '.join(inputs)}, found {list(step.inputs)}")
         if len(step.outputs) != len(op.outputs):
             raise EngineError(f"{spot}: has the outputs {', '.join(op.outputs)}, found {list(step.outputs)}")
         for name in (*step.inputs, *step.outputs):
@@ -147,11 +148,12 @@ def _check_steps(plan: Plan, where: str) -> None:
         for name in step.outputs:
             if known[name].storage is not Storage.ARENA:
                 raise EngineError(f"{spot}: writes to {name!r}, which is not in the arena")
-        _check_attributes(step.attributes, op.attributes, len(plan.kv_slots), spot)
+        _check_attributes(step.attributes, op, len(plan.kv_slots), spot)
 
 
-def _check_attributes(found: Mapping[str, Any], declared: Mapping[str, type], kv_slots: int, spot: str) -> None:
-    if set(found) != set(declared):
+def _check_attributes(found: Mapping[str, Any], op: Op, kv_slots: int, spot: str) -> None:
+    declared = op.plan_attributes
+    if not set(op.attributes) <= set(found) <= set(declared):
         raise EngineError(
             f"{spot}: has the attributes {', '.join(declared) or 'none'}, found {', '.join(found) or 'none'}"
         )

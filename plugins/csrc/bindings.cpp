@@ -131,6 +131,8 @@ nb::dlpack::dtype array_dtype(DType dtype) {
       return nb::dtype<std::int64_t>();
     case DType::boolean:
       return nb::dtype<bool>();
+    case DType::u8:
+      return nb::dtype<std::uint8_t>();
   }
   fail("dtype out of range");
 }

@@ -14,14 +14,14 @@ namespace llmc {
 namespace {
 
 // Ascending; each level has all instructions of those before it.
-constexpr const char* kLevels[] = {"scalar", "avx2", "avx512", "avx512bf16", "amx"};
+constexpr const char* kLevels[] = {"scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"};
 
-// AMX: tile and bf16 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted to
+// AMX: tile, bf16 and int8 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted to
 // this process, which has to ask once before it makes threads.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 0b1101) != 0b1101) return false;
   unsigned low = 0, high = 0;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   if ((low >> 17 & 3) != 3) return false;
@@ -41,7 +41,9 @@ bool runs_here(const std::string& level) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (level == "avx512") return avx512;
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (level == "avx512vnni") return vnni;
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (level == "avx512bf16") return bf16;
   if (level == "amx") return bf16 && has_amx();
 #endif

@@ -43,6 +43,14 @@ const std::string& Attributes::text(const std::string& name) const {
   fail("attribute '" + name + "' must be a string, not " + kind(value));
 }
 
+std::int64_t Attributes::integer(const std::string& name, std::int64_t otherwise) const {
+  return values_.contains(name) ? integer(name) : otherwise;
+}
+
+std::string Attributes::text(const std::string& name, const char* otherwise) const {
+  return values_.contains(name) ? text(name) : otherwise;
+}
+
 std::vector<std::string> Attributes::unread() const {
   std::vector<std::string> names;
   for (const auto& [name, value] : values_) {

@@ -17,7 +17,7 @@
 
 namespace llmc {
 
-enum class DType : std::uint8_t { f32, bf16, f16, i32, i64, boolean };
+enum class DType : std::uint8_t { f32, bf16, f16, i32, i64, boolean, u8 };
 
 constexpr int kMaxDims = 8;
 
@@ -50,6 +50,9 @@ class Attributes {
   double real(const std::string& name) const;
   bool flag(const std::string& name) const;
   const std::string& text(const std::string& name) const;
+  // What an attribute is if a plan leaves it out (stored_attributes of plugins/op.py).
+  std::int64_t integer(const std::string& name, std::int64_t otherwise) const;
+  std::string text(const std::string& name, const char* otherwise) const;
   std::vector<std::string> unread() const;
 
  private:

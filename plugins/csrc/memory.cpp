@@ -14,7 +14,8 @@ constexpr struct {
   const char* name;
   std::size_t size;
 } kTypes[] = {{DType::f32, "float32", 4}, {DType::bf16, "bfloat16", 2}, {DType::f16, "float16", 2},
-              {DType::i32, "int32", 4},   {DType::i64, "int64", 8},     {DType::boolean, "bool", 1}};
+              {DType::i32, "int32", 4},   {DType::i64, "int64", 8},     {DType::boolean, "bool", 1},
+              {DType::u8, "uint8", 1}};
 
 constexpr std::int64_t kMostDims = 1 << 20;
 
@@ -43,7 +44,7 @@ DType dtype_of(const std::string& name) {
   for (const auto& type : kTypes) {
     if (name == type.name) return type.dtype;
   }
-  fail("there is no dtype '" + name + "'; known: float32, bfloat16, float16, int32, int64, bool");
+  fail("there is no dtype '" + name + "'; known: float32, bfloat16, float16, int32, int64, bool, uint8");
 }
 
 const char* dtype_name(DType dtype) {

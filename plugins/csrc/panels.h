@@ -52,9 +52,9 @@ constexpr std::int64_t kTaskRows = 256, kTaskPanels = 16;
 constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
 #endif
 
-// The whole product, on all threads.
-inline void multiply(const Panels& w, const PreparedRows& x, const float* bias, float* y, std::int64_t y_stride,
-                     ThreadPool& pool) {
+// The whole product, on all threads; W: Panels, or quantized ones.
+template <class W>
+void multiply(const W& w, const PreparedRows& x, const float* bias, float* y, std::int64_t y_stride, ThreadPool& pool) {
   const std::int64_t panels = w.panels();
   if (x.rows <= kFewRows) {  // decode: each thread streams one range of the weight
     pool.split(panels, 1, [&](std::int64_t begin, std::int64_t end, int) {

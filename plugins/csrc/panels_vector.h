@@ -15,6 +15,8 @@ struct Panels {
   std::int64_t steps() const { return dtype == DType::bf16 ? (columns + 1) / 2 : columns; }
   std::int64_t step_bytes() const { return dtype == DType::f16 ? 32 : 64; }
   std::int64_t panel_bytes() const { return steps() * step_bytes(); }
+  // Of the experts that follow one another; this is the first.
+  Panels expert(std::int64_t index) const { return {data + index * panels() * panel_bytes(), dtype, rows, columns}; }
 };
 
 // The weight in a tensor whose dims from `axis` on are a packed matrix of so many rows and columns.

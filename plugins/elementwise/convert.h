@@ -80,6 +80,8 @@ Conversion conversion_from(DType to) {
       return convert_array<From, std::int64_t>;
     case DType::boolean:
       return convert_array<From, boolean_byte>;
+    case DType::u8:  // codes are no numbers
+      return nullptr;
   }
   return nullptr;
 }
@@ -98,6 +100,8 @@ inline Conversion conversion(DType from, DType to) {
       return conversion_from<std::int64_t>(to);
     case DType::boolean:
       return conversion_from<boolean_byte>(to);
+    case DType::u8:
+      return nullptr;
   }
   return nullptr;
 }

@@ -23,6 +23,7 @@ LLMC_INLINE std::int64_t item_size(DType dtype) {
     case DType::i64:
       return 8;
     case DType::boolean:
+    case DType::u8:
       return 1;
   }
   return 0;

@@ -1,5 +1,7 @@
-// y = weight[ids], from a plain weight [V, H] or from one that is packed for the output layer.
-#include "simd.h"
+// y = weight[ids], from a plain weight [V, H] or from one that is packed for the output layer, quantized or not.
+#include <optional>
+
+#include "quantized.h"
 
 namespace llmc::LLMC_ISA {
 namespace {
@@ -21,9 +23,46 @@ void packed_row(const T* panel, std::int64_t lane, bool pairs, float* y, std::in
   }
 }
 
+float e4m3(std::uint8_t code) {
+  const std::uint32_t bits = std::uint32_t{code & 0x80u} << 24 | std::uint32_t{code & 0x7fu} << 20;
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x * 0x1p120f;
+}
+
+// The numbers that the codes of a row stand for, as packing.dequantize computes them.
+void quantized_row(const QuantizedPanels& w, std::int64_t id, float* y) {
+  const Format format = w.how.format;
+  const std::int64_t line = line_columns(format), panel = id / 16, lane = id % 16;
+  const std::int64_t group = w.how.group == 0 ? w.columns : w.how.group, lines = (group + line - 1) / line;
+  const auto* data = reinterpret_cast<const std::uint8_t*>(w.data) + panel * w.panel_bytes();
+  for (std::int64_t g = 0; g < w.groups; ++g) {
+    const std::int64_t index = (panel * w.groups + g) * 16 + lane;
+    const float scale = w.scale_dtype == DType::f16 ? to_float(reinterpret_cast<const f16*>(w.scale)[index])
+                                                    : reinterpret_cast<const float*>(w.scale)[index];
+    float centre = format == Format::int8 ? 128.0f : 8.0f, offset = 0.0f;
+    if (w.zero_kind == Zero::integer) centre = static_cast<float>(reinterpret_cast<const std::uint8_t*>(w.zero)[index]);
+    if (w.zero_kind == Zero::offset) offset = reinterpret_cast<const float*>(w.zero)[index];
+    const std::int64_t count = std::min(group, w.columns - g * group);
+    for (std::int64_t k = 0; k < count; ++k) {
+      const std::int64_t j = k % line;
+      const std::uint8_t* bytes = data + (g * lines + k / line) * line_bytes(format) + lane * (line_bytes(format) / 16);
+      float* out = y + g * group + k;
+      if (format == Format::fp8) {
+        *out = e4m3(bytes[j]) * scale;
+        continue;
+      }
+      const int code = format == Format::int8 ? bytes[j] : j < 4 ? bytes[j] & 15 : bytes[j - 4] >> 4;
+      const float number = static_cast<float>(code);
+      *out = w.zero_kind == Zero::offset ? number * scale + offset : (number - centre) * scale;
+    }
+  }
+}
+
 struct Table {
   const Tensor& weight;
   std::int64_t width;
+  std::optional<QuantizedPanels> quantized = {};
 
   bool packed() const { return weight.ndim > 2; }
 
@@ -37,6 +76,7 @@ struct Table {
     }
   }
   void copy(std::int64_t id, float* y) const {
+    if (quantized) return quantized_row(*quantized, id, y);
     switch (weight.dtype) {
       case DType::f32:
         return copy<float>(id, y);
@@ -48,6 +88,7 @@ struct Table {
   }
   // Fails unless the weight is [V, H], or packed from that; gives V, with the rows that padding adds.
   std::int64_t rows() const {
+    if (quantized) return quantized->panels() * 16;
     const DType dtype = weight.dtype;
     require(weight && (dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16),
             "weight must be float32, bfloat16 or float16");
@@ -68,17 +109,31 @@ struct Table {
 
 class Embedding : public Kernel {
  public:
-  explicit Embedding(const Attributes&) {}
+  explicit Embedding(const Attributes& attributes) {
+    const std::string format = attributes.text("format", "plain");
+    const std::int64_t group = attributes.integer("group", 0);
+    require(format != "plain" || group == 0, "a plain table has no groups");
+    if (format != "plain") how_.emplace(format, "float32", group, 0);
+  }
 
   void run(const Context& context) override {
-    require(context.in.size() == 2 && context.out.size() == 1, "takes ids and weight, and gives y");
+    require(context.in.size() >= 2 && context.in.size() <= 4 && context.out.size() == 1,
+            "takes ids and weight, and scale and zero of a quantized one, and gives y");
     const Tensor &ids = context.in[0], &y = context.out[0];
     require(ids && (ids.dtype == DType::i32 || ids.dtype == DType::i64), "ids must be int32 or int64");
     bool fits = y && y.dtype == DType::f32 && y.ndim == ids.ndim + 1;
     for (int i = 0; fits && i < ids.ndim; ++i) fits = y.shape[i] == ids.shape[i];
     require(fits, "y must be float32 with the shape of ids and one more axis");
     require(y.stride[y.ndim - 1] == 1 || y.shape[y.ndim - 1] == 1, "the rows of y must be contiguous");
-    const Table table{context.in[1], y.shape[y.ndim - 1]};
+    Table table{context.in[1], y.shape[y.ndim - 1]};
+    const Tensor scale = context.in.size() > 2 ? context.in[2] : Tensor();
+    const Tensor zero = context.in.size() > 3 ? context.in[3] : Tensor();
+    if (how_) {
+      const std::int64_t padded = table.weight.ndim == 4 ? table.weight.shape[0] * 16 : 0;
+      table.quantized = quantized_panels(*how_, table.weight, scale, zero, 0, padded, table.width);
+    } else {
+      require(!scale && !zero, "a plain table has no scales and zeros");
+    }
     const std::int64_t rows = table.rows(), count = ids.numel();
     const auto id_at = [&](std::int64_t index) {
       std::int64_t offset = 0;
@@ -105,6 +160,9 @@ class Embedding : public Kernel {
       context.pool.split(count, 1, range);
     }
   }
+
+ private:
+  std::optional<Quantization> how_;
 };
 
 }  // namespace

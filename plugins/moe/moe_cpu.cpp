@@ -1,8 +1,10 @@
 // Mixture of experts: rows are grouped by expert, so that the weights of a chosen expert are read once and those of the
 // others not at all. A row's result does not depend on the rows beside it: products are batch-invariant (panels.h), and
 // a token's experts are added in the order of its choices.
+#include <optional>
+
 #include "activations.h"
-#include "panels.h"
+#include "quantized_panels.h"
 
 namespace llmc::LLMC_ISA {
 namespace {
@@ -40,27 +42,30 @@ class Moe : public Kernel {
         limit_(static_cast<float>(attributes.real("limit"))),
         activation_(find_activation(clamped_swiglu_ ? "silu" : attributes.text("function"))) {
     require(gated_ || !clamped_swiglu_, "gpt_oss is a gated function");
+    const std::string format = attributes.text("format", "plain"), compute = attributes.text("compute", "plain");
+    const std::int64_t group = attributes.integer("group", 0), x_group = attributes.integer("x_group", 0);
+    inner_ = attributes.integer("inner", 0);
+    require(inner_ >= 0, "inner must be the number of down's columns, or 0");
+    if (format != "plain") {
+      how_.emplace(format, compute, group, x_group);
+    } else {
+      require(compute == "plain" && group == 0 && x_group == 0, "plain experts have no compute, group and x_group");
+    }
   }
 
   void run(const Context& context) override {
-    const Shape shape = check(context);
-    if (shape.tokens == 0) return;
-    const std::int64_t up_bytes = prepared_bytes(shape.gate_up), down_bytes = prepared_bytes(shape.down);
-    Memory memory;
-    memory.up_row = up_bytes != 0 ? up_bytes : shape.hidden * 4;
-    memory.down_row = down_bytes != 0 ? down_bytes : shape.inner * 4;
-    const std::int64_t of_pair = memory.up_row + memory.down_row + (shape.gate_up.rows + shape.hidden) * 4;
-    const std::int64_t tokens = std::clamp<std::int64_t>(kScratch / (of_pair * shape.choices + 1), 1, shape.tokens);
-    allocate(memory, shape, tokens, context);
-    for (std::int64_t first = 0; first < shape.tokens; first += tokens) {
-      run(context, shape, memory, first, std::min(tokens, shape.tokens - first));
+    if (how_) {
+      run_as(context, check<QuantizedPanels>(context));
+    } else {
+      run_as(context, check<Panels>(context));
     }
   }
 
  private:
+  template <class W>
   struct Shape {
     std::int64_t tokens, choices, hidden, inner, experts;
-    Panels gate_up, down;  // of expert 0; the others follow
+    W gate_up, down;  // of expert 0; the others follow
   };
 
   struct Memory {
@@ -74,9 +79,26 @@ class Moe : public Kernel {
     std::int64_t most_tasks;
   };
 
-  Shape check(const Context& context) const {
-    require(context.in.size() == 7 && context.out.size() == 1,
-            "takes x, ids, weights, gate_up, down and two biases that may be absent, and gives y");
+  template <class W>
+  void run_as(const Context& context, const Shape<W>& shape) const {
+    if (shape.tokens == 0) return;
+    const std::int64_t up_bytes = prepared_bytes(shape.gate_up), down_bytes = prepared_bytes(shape.down);
+    Memory memory;
+    memory.up_row = up_bytes != 0 ? up_bytes : shape.hidden * 4;
+    memory.down_row = down_bytes != 0 ? down_bytes : shape.inner * 4;
+    const std::int64_t of_pair = memory.up_row + memory.down_row + (shape.gate_up.rows + shape.hidden) * 4;
+    const std::int64_t tokens = std::clamp<std::int64_t>(kScratch / (of_pair * shape.choices + 1), 1, shape.tokens);
+    allocate(memory, shape, tokens, context);
+    for (std::int64_t first = 0; first < shape.tokens; first += tokens) {
+      run(context, shape, memory, first, std::min(tokens, shape.tokens - first));
+    }
+  }
+
+  template <class W>
+  Shape<W> check(const Context& context) const {
+    require(context.in.size() >= 5 && context.in.size() <= 11 && context.out.size() == 1,
+            "takes x, ids, weights, gate_up, down, two biases that may be absent, and scales and zeros of both "
+            "weights if they are quantized, and gives y");
     const Tensor &x = context.in[0], &ids = context.in[1], &weights = context.in[2], &y = context.out[0];
     const auto matrix = [](const Tensor& t, DType dtype) { return t && t.dtype == dtype && t.ndim == 2; };
     require(matrix(x, DType::f32) && matrix(y, DType::f32), "x and y must be float32 [T, H]");
@@ -90,26 +112,44 @@ class Moe : public Kernel {
             "gate_up and down must be packed, for the same experts");
     require(gate_up.dtype == down.dtype, "gate_up and down must have one dtype");
 
-    Shape shape{x.shape[0], ids.shape[1], x.shape[1], 0, gate_up.shape[0], {}, {}};
-    shape.inner = inner_size(context);
-    shape.gate_up = panels_of(gate_up, 1, gated_ ? 2 * shape.inner : shape.inner, shape.hidden);
-    shape.down = panels_of(down, 1, shape.hidden, shape.inner);
-    for (const auto& [tensor, panels] : {std::pair(&gate_up, &shape.gate_up), std::pair(&down, &shape.down)}) {
-      require(tensor->stride[0] == panels->panels() * panels->panel_bytes() / item_bytes(tensor->dtype) ||
-                  shape.experts == 1,
-              "packed weights must be contiguous");
+    Shape<W> shape{x.shape[0], ids.shape[1], x.shape[1], inner_size(context), gate_up.shape[0], {}, {}};
+    const std::int64_t rows = gated_ ? 2 * shape.inner : shape.inner;
+    if constexpr (std::is_same_v<W, Panels>) {
+      for (std::size_t i = 7; i < context.in.size(); ++i) {
+        require(!context.in[i], "plain experts have no scales and zeros");
+      }
+      shape.gate_up = panels_of(gate_up, 1, rows, shape.hidden);
+      shape.down = panels_of(down, 1, shape.hidden, shape.inner);
+      for (const auto& [tensor, panels] : {std::pair(&gate_up, &shape.gate_up), std::pair(&down, &shape.down)}) {
+        require(tensor->stride[0] == panels->panels() * panels->panel_bytes() / item_bytes(tensor->dtype) ||
+                    shape.experts == 1,
+                "packed weights must be contiguous");
+      }
+    } else {
+      shape.gate_up = quantized_panels(*how_, gate_up, input(context, 7), input(context, 8), 1, rows, shape.hidden);
+      shape.down = quantized_panels(*how_, down, input(context, 9), input(context, 10), 1, shape.hidden, shape.inner);
+      lay_out_blocks(shape.gate_up, context.scratch);
+      lay_out_blocks(shape.down, context.scratch);
     }
-    check_bias(context.in[5], shape.experts, shape.gate_up.rows);
-    check_bias(context.in[6], shape.experts, shape.hidden);
+    check_bias(input(context, 5), shape.experts, rows);
+    check_bias(input(context, 6), shape.experts, shape.hidden);
     return shape;
+  }
+
+  // An input that may be absent.
+  static Tensor input(const Context& context, std::size_t index) {
+    return index < context.in.size() ? context.in[index] : Tensor();
   }
 
   static std::int64_t item_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-  // Packed weights are padded: of bf16 experts without a bias only the pairs of columns are known, so their I is even.
+  // Packed weights are padded: without `inner` and a bias only whole lines of columns are known, so of bf16 experts I
+  // is even.
   std::int64_t inner_size(const Context& context) const {
-    const Tensor &down = context.in[4], &bias = context.in[5];
+    const Tensor &down = context.in[4], bias = input(context, 5);
+    if (inner_ != 0) return inner_;
     if (bias && bias.ndim == 2) return gated_ ? bias.shape[1] / 2 : bias.shape[1];
+    if (how_) return down.shape[2] * line_columns(how_->format);
     return down.dtype == DType::bf16 ? down.shape[2] * 2 : down.shape[2];
   }
 
@@ -120,7 +160,8 @@ class Moe : public Kernel {
     require(bias.stride[1] == 1 || size == 1, "biases must be contiguous");
   }
 
-  void allocate(Memory& memory, const Shape& shape, std::int64_t tokens, const Context& context) const {
+  template <class W>
+  void allocate(Memory& memory, const Shape<W>& shape, std::int64_t tokens, const Context& context) const {
     Scratch& scratch = context.scratch;
     const std::int64_t pairs = tokens * shape.choices;
     memory.x = scratch.array<std::byte>(pairs * memory.up_row);
@@ -137,7 +178,9 @@ class Moe : public Kernel {
     memory.tasks = scratch.array<Task>(memory.most_tasks);
   }
 
-  void run(const Context& context, const Shape& shape, Memory& memory, std::int64_t first, std::int64_t tokens) const {
+  template <class W>
+  void run(const Context& context, const Shape<W>& shape, Memory& memory, std::int64_t first,
+           std::int64_t tokens) const {
     route(context, shape, memory, first, tokens);
     const Routing& routing = memory.routing;
     const Tensor& x = context.in[0];
@@ -145,19 +188,22 @@ class Moe : public Kernel {
       const float* row = x.as<const float>() + routing.token[pair] * x.stride[0];
       lay_out_row(shape.gate_up, row, shape.hidden, memory.x + pair * memory.up_row);
     });
-    products(context, shape.gate_up, {memory.x, memory.up_row, routing.pairs}, context.in[5], memory, memory.gate_up);
+    products(context, shape.gate_up, {memory.x, memory.up_row, routing.pairs}, input(context, 5), memory,
+             memory.gate_up);
     share_rows(context.pool, routing.pairs, shape.gate_up.rows * 4, [&](std::int64_t pair, int thread) {
       float* row = memory.gate_up + pair * shape.gate_up.rows;
       activate(row, shape.inner, memory.split + thread * 2 * shape.inner);
       lay_out_row(shape.down, row, shape.inner, memory.inner + pair * memory.down_row);
     });
-    products(context, shape.down, {memory.inner, memory.down_row, routing.pairs}, context.in[6], memory, memory.out);
+    products(context, shape.down, {memory.inner, memory.down_row, routing.pairs}, input(context, 6), memory,
+             memory.out);
     share_rows(context.pool, tokens, shape.choices * shape.hidden,
                [&](std::int64_t token, int) { add_up(context, shape, memory, first, token); });
   }
 
   // Fills in the routing of tokens first .. first + tokens - 1.
-  static void route(const Context& context, const Shape& shape, Memory& memory, std::int64_t first,
+  template <class W>
+  static void route(const Context& context, const Shape<W>& shape, Memory& memory, std::int64_t first,
                     std::int64_t tokens) {
     const Tensor& ids = context.in[1];
     Routing& routing = memory.routing;
@@ -201,7 +247,8 @@ class Moe : public Kernel {
     }
   }
 
-  static void lay_out_row(const Panels& w, const float* row, std::int64_t size, std::byte* out) {
+  template <class W>
+  static void lay_out_row(const W& w, const float* row, std::int64_t size, std::byte* out) {
     if (prepared_bytes(w) != 0) {
       prepare_row(w, row, out);
     } else {
@@ -210,8 +257,9 @@ class Moe : public Kernel {
   }
 
   // Every group's rows times its expert's weight; y [pairs, rows of the weight].
-  static void products(const Context& context, const Panels& w, const PreparedRows& rows, const Tensor& bias,
-                       Memory& memory, float* y) {
+  template <class W>
+  static void products(const Context& context, const W& w, const PreparedRows& rows, const Tensor& bias, Memory& memory,
+                       float* y) {
     const Routing& routing = memory.routing;
     std::int64_t count = 0;
     for (std::int64_t g = 0; g < routing.groups; ++g) {
@@ -224,13 +272,11 @@ class Moe : public Kernel {
         }
       }
     }
-    const std::int64_t expert_bytes = w.panels() * w.panel_bytes();
     context.pool.share(count, 1, [&](std::int64_t begin, std::int64_t end, int) {
       for (std::int64_t i = begin; i < end; ++i) {
         const Task& task = memory.tasks[i];
         const Group& group = *task.group;
-        Panels expert = w;
-        expert.data += group.expert * expert_bytes;
+        const W expert = w.expert(group.expert);
         const float* b = bias ? bias.as<const float>() + group.expert * bias.stride[0] : nullptr;
         multiply(expert, rows.from(group.first, group.last - group.first), task.row, task.row_end, task.panel,
                  task.panel_end, b, y + group.first * w.rows, w.rows);
@@ -269,7 +315,8 @@ class Moe : public Kernel {
     for (std::int64_t i = 0; i < count; i += 16) f(i, static_cast<int>(std::min<std::int64_t>(16, count - i)));
   }
 
-  static void add_up(const Context& context, const Shape& shape, const Memory& memory, std::int64_t first,
+  template <class W>
+  static void add_up(const Context& context, const Shape<W>& shape, const Memory& memory, std::int64_t first,
                      std::int64_t token) {
     const Tensor &weights = context.in[2], &y = context.out[0];
     const float* weight = weights.as<const float>() + (first + token) * weights.stride[0];
@@ -288,6 +335,8 @@ class Moe : public Kernel {
   const bool gated_, interleaved_, clamped_swiglu_;
   const float alpha_, limit_;
   const Activation& activation_;
+  std::optional<Quantization> how_;
+  std::int64_t inner_ = 0;
 };
 
 }  // namespace

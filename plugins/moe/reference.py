@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmc.errors import KernelError
 from llmc.plugins.elementwise.reference import torch_function
 from llmc.plugins.linear.reference import reference as linear
 from llmc.plugins.op import Sample
+from llmc.plugins.quantized_linear.reference import random_weight
+from llmc.plugins.quantized_linear.reference import reference as quantized_linear
 
 
 def reference(
@@ -19,25 +22,46 @@ def reference(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_scale: Tensor | None = None,
+    gate_up_zero: Tensor | None = None,
+    down_scale: Tensor | None = None,
+    down_zero: Tensor | None = None,
     *,
     function: str,
     gated: bool,
     interleaved: bool,
     alpha: float,
     limit: float,
+    format: str = "plain",
+    group: int = 0,
+    compute: str = "plain",
+    x_group: int = 0,
+    inner: int = 0,
 ) -> Tensor:
-    """One expert after the other, on the tokens that chose it; narrow weights act as in llmc::linear."""
+    """One expert after the other, on the tokens that chose it; weights act as in llmc::linear or quantized_linear."""
+    if inner not in (0, down.shape[2]):
+        raise KernelError(f"down has {down.shape[2]} columns, and inner is {inner}")
+    how = {"format": format, "group": group, "compute": compute, "x_group": x_group}
+
+    def product(expert: int, x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None) -> Tensor:
+        scale, zero = (None if part is None else part[expert] for part in scales)
+        bias = None if bias is None else bias[expert]
+        if format == "plain":
+            return linear(x, weight[expert], bias)
+        assert scale is not None, "quantized experts have scales"
+        return quantized_linear(x, weight[expert], scale, zero, bias, None, **how)
+
     y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(gate_up.shape[0]):
         token, choice = torch.where(ids == expert)
         if token.numel() == 0:
             continue
-        inner = linear(x[token], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        hidden = product(expert, x[token], gate_up, gate_up_bias, gate_up_scale, gate_up_zero)
         if gated:
-            inner = activate_gated(inner, function, interleaved=interleaved, alpha=alpha, limit=limit)
+            hidden = activate_gated(hidden, function, interleaved=interleaved, alpha=alpha, limit=limit)
         else:
-            inner = torch_function(function)(inner)
-        out = linear(inner, down[expert], None if down_bias is None else down_bias[expert])
+            hidden = torch_function(function)(hidden)
+        out = product(expert, hidden, down, down_bias, down_scale, down_zero)
         y.index_add_(0, token, (out * weights[token, choice, None]).to(y.dtype))
     return y.to(x.dtype)
 
@@ -88,4 +112,33 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
             scaled = (x, ids.astype(np.int64), weights, gate_up / hidden**0.5, down / inner**0.5)
             yield Sample(
                 (*(np.asarray(a, a.dtype if a.dtype == np.int64 else np.float32) for a in scaled), *biases), attributes
+            )
+
+
+def stored_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    """Quantized experts: each format, way to compute and kind of zeros. Computed in float32 where rounding the second
+    product's input would hide in a wider tolerance what goes wrong elsewhere."""
+    plain = {"function": "silu", "gated": True, "interleaved": False, "alpha": 0.0, "limit": 0.0}
+    for number, (format, zeros, group, bias) in enumerate(
+        (("int4", "", 32, False), ("int4", "float32", 16, True), ("int8", "uint8", 0, False), ("fp8", "", 0, True))
+    ):
+        for tokens, hidden, inner, experts, top_k in ((1, 24, 16, 4, 2), (9, 40, 24, 3, 2), (40, 33, 18, 5, 1)):
+            weights = [
+                [random_weight(rng, rows, columns, format, group, zeros) for _ in range(experts)]
+                for rows, columns in ((2 * inner, hidden), (hidden, inner))
+            ]
+            (gate_up, up_scale, up_zero), (down, down_scale, down_zero) = (
+                [None if part[0] is None else np.stack(part) for part in zip(*each, strict=True)] for each in weights
+            )
+            x = rng.standard_normal((tokens, hidden), np.float32)
+            ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(tokens)]).astype(np.int64)
+            biases = [rng.standard_normal((experts, rows), np.float32) for rows in (2 * inner, hidden)] if bias else []
+            yield Sample(
+                (
+                    *(x, ids, rng.random((tokens, top_k), dtype=np.float32), gate_up, down, *(biases or (None, None))),
+                    *(up_scale, up_zero, down_scale, down_zero),
+                ),
+                plain
+                | {"interleaved": bool(number % 2)}
+                | {"format": format, "group": group, "compute": "float32", "x_group": 0, "inner": inner},
             )

@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from llmc.plugins import Op, Sample, all_ops, kernels
 from llmc.plugins.linear.packing import pack
+from llmc.plugins.quantized_linear import packing as quantized
 from llmc.runtime.batch import Batch
 
 BLOCK = 16
@@ -28,7 +29,7 @@ def test_every_op_has_a_kernel() -> None:
 @pytest.mark.parametrize(("op", "isa"), CASES)
 def test_kernel_agrees_with_reference(op: Op, isa: str) -> None:
     for number, (sample, expected) in enumerate(_expected(op.name)):
-        for inputs in _forms(op.name, sample.inputs):
+        for inputs in _forms(op.name, sample):
             found = [_filled(array) for array in expected]
             batch, kv = (None, None) if sample.context is None else _paged(sample)
             kernels.run_op(
@@ -44,7 +45,7 @@ def test_kernel_agrees_with_reference(op: Op, isa: str) -> None:
 def test_kernel_stays_within_its_arrays(op: Op, isa: str) -> None:
     """Every array lies at a page that can't be touched, and inputs can't be written: a mistake is a crash."""
     for number, (sample, expected) in enumerate(_expected(op.name)):
-        for inputs in _forms(op.name, sample.inputs):
+        for inputs in _forms(op.name, sample):
             at_end = number % 3 != 0
             guarded = [None if array is None else _guarded(array, at_end, writable=False) for array in inputs]
             found = [_guarded(array, at_end, writable=True) for array in expected]
@@ -65,7 +66,7 @@ def test_unknown_attributes_are_refused(op: Op) -> None:
 def _expected(name: str) -> list[tuple[Sample, list[np.ndarray]]]:
     """Samples with what the reference gives in float64, in the dtypes that it gives for the inputs as they are."""
     op, results = all_ops()[name], []
-    for sample in op.samples(np.random.default_rng(7)):
+    for sample in op.plan_samples(np.random.default_rng(7)):
         plain, wide = (_reference(op, sample, [_tensor(a, double) for a in sample.inputs]) for double in (False, True))
         results.append((sample, [w.astype(p.dtype) for p, w in zip(plain, wide, strict=True)]))
     return results
@@ -110,15 +111,41 @@ def _tensor(array: np.ndarray | None, double: bool) -> torch.Tensor | None:
     return torch.from_numpy(array.astype(np.float64) if double and array.dtype == np.float32 else array.copy())
 
 
-def _forms(op: str, inputs: tuple[Any, ...]) -> list[list[Any]]:
+def _forms(op: str, sample: Sample) -> list[list[Any]]:
     """The inputs as kernels take them: weights packed, or either way where the op takes both."""
-    given = list(inputs)
+    given = list(sample.inputs)
+    if sample.attributes.get("format", "plain") != "plain":
+        return [_quantized(op, given, sample.attributes)]
     if op in ("linear", "embedding"):
         packed = [given[0], pack(given[1]), *given[2:]]
         return [packed] if op == "linear" else [given, packed]
     if op == "moe":
         return [[*given[:3], *(np.stack([pack(expert) for expert in weight]) for weight in given[3:5]), *given[5:]]]
     return [given]
+
+
+def _quantized(op: str, given: list[Any], attributes: Mapping[str, Any]) -> list[Any]:
+    """Codes, scales and zeros packed; those of experts one by one."""
+    places = {"quantized_linear": [(1, 2, 3)], "embedding": [(1, 2, 3)], "moe": [(3, 7, 8), (4, 9, 10)]}[op]
+    for places_of_one in places:
+        weight, scale, zero = (given[i] if i < len(given) else None for i in places_of_one)
+        lead = weight.shape[:-2]
+        codes = weight.reshape(-1, *weight.shape[-2:])
+        packed = [quantized.pack(attributes["format"], attributes["group"], matrix) for matrix in codes]
+        given[places_of_one[0]] = np.stack(packed).reshape(*lead, *packed[0].shape)
+        for place, values in zip(places_of_one[1:], (scale, zero), strict=True):
+            if values is None:
+                continue
+            dtype = (
+                "uint8"
+                if values.dtype == np.uint8
+                else quantized.scale_dtype(values)
+                if place in (2, 7, 9)
+                else "float32"
+            )
+            packed = [quantized.pack_scales(matrix, dtype) for matrix in values.reshape(-1, *values.shape[-2:])]
+            given[place] = np.stack(packed).reshape(*lead, *packed[0].shape)
+    return given
 
 
 def _paged(sample: Sample) -> tuple[Batch, kernels.Kv]:

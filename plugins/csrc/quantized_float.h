@@ -1,0 +1,202 @@
+// Products of quantized weights in bfloat16 or float32: a block of some panels is expanded in the first-level cache and
+// multiplied with all rows. Every output is one chain of additions, the same for any number of rows.
+#pragma once
+#include "quantized_vector.h"
+
+namespace llmc::LLMC_ISA {
+
+// Bits [shift, shift + ..) of 16 ints; E4M3 patterns as floats; two vectors whose numbers are exact in bfloat16, as
+// pairs.
+#if defined(__AVX512F__)
+LLMC_INLINE i32x16 load_ints(const std::byte* p) { return {_mm512_loadu_si512(p)}; }
+LLMC_INLINE i32x16 load_words(const std::byte* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+LLMC_INLINE i32x16 field(i32x16 x, int shift, int mask) {
+  return {_mm512_and_si512(_mm512_srli_epi32(x.v, static_cast<unsigned>(shift)), _mm512_set1_epi32(mask))};
+}
+LLMC_INLINE f32x16 e4m3(i32x16 code) {
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi32(code.v, 24), _mm512_set1_epi32(-0x7fffffff - 1));
+  const __m512i rest = _mm512_and_si512(_mm512_slli_epi32(code.v, 20), _mm512_set1_epi32(0x07f00000));
+  return {_mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, rest)), _mm512_set1_ps(0x1p120f))};
+}
+LLMC_INLINE void store_pairs(std::byte* p, f32x16 even, f32x16 odd) {
+  _mm512_storeu_si512(p,
+                      _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), _mm512_castps_si512(odd.v)));
+}
+#elif defined(__AVX2__)
+LLMC_INLINE i32x16 load_ints(const std::byte* p) { return {load_int(p), load_int(p + 32)}; }
+LLMC_INLINE i32x16 load_words(const std::byte* p) {
+  const __m256i x = load_int(p);
+  return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(x)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(x, 1))};
+}
+LLMC_INLINE i32x16 field(i32x16 x, int shift, int mask) {
+  const __m256i bits = _mm256_set1_epi32(mask);
+  return {_mm256_and_si256(_mm256_srli_epi32(x.lo, shift), bits),
+          _mm256_and_si256(_mm256_srli_epi32(x.hi, shift), bits)};
+}
+LLMC_INLINE __m256 e4m3(__m256i code) {
+  const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(code, 24), _mm256_set1_epi32(-0x7fffffff - 1));
+  const __m256i rest = _mm256_and_si256(_mm256_slli_epi32(code, 20), _mm256_set1_epi32(0x07f00000));
+  return _mm256_mul_ps(_mm256_castsi256_ps(_mm256_or_si256(sign, rest)), _mm256_set1_ps(0x1p120f));
+}
+LLMC_INLINE f32x16 e4m3(i32x16 code) { return {e4m3(code.lo), e4m3(code.hi)}; }
+LLMC_INLINE __m256i pair(__m256 even, __m256 odd) {
+  return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd));
+}
+LLMC_INLINE void store_pairs(std::byte* p, f32x16 even, f32x16 odd) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pair(even.lo, odd.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), pair(even.hi, odd.hi));
+}
+#else
+LLMC_INLINE i32x16 load_ints(const std::byte* p) {
+  i32x16 x;
+  std::memcpy(&x, p, 64);
+  return x;
+}
+LLMC_INLINE i32x16 load_words(const std::byte* p) {
+  half_vector words;
+  std::memcpy(&words, p, 32);
+  return {__builtin_convertvector(words, int_vector)};
+}
+LLMC_INLINE i32x16 field(i32x16 x, int shift, int mask) { return {x.v >> shift & mask}; }
+LLMC_INLINE f32x16 e4m3(i32x16 code) {
+  const int_vector bits = (code.v << 24 & (-0x7fffffff - 1)) | (code.v << 20 & 0x07f00000);
+  return {(float_vector)bits * 0x1p120f};
+}
+LLMC_INLINE void store_pairs(std::byte* p, f32x16 even, f32x16 odd) {
+  const int_vector pairs = ((int_vector)even.v >> 16 & 0xffff) | (int_vector)odd.v;
+  std::memcpy(p, &pairs, 64);
+}
+#endif
+
+// The numbers of column j of a line, without zero and scale.
+template <Format F>
+LLMC_INLINE f32x16 column(i32x16 line, int j) {
+  if constexpr (F == Format::fp8) return e4m3(field(line, 8 * j, 255));
+  if constexpr (F == Format::int8) return to_float(field(line, 8 * j, 255));
+  return to_float(field(line, j < 4 ? 8 * j : 8 * j - 28, 15));
+}
+
+// A block of a panel, ready to be multiplied: bfloat16 [columns / 2][16][2] of codes minus zeros (without float zeros),
+// or float32 [columns][16] of numbers.
+template <Format F, Zero Z, bool kBfloat16>
+void expand(const QuantizedPanels& w, std::int64_t panel, const Block& block, std::byte* out) {
+  const std::byte* p = w.lines_of(panel, block);
+  f32x16 centre = zero();
+  if constexpr (F != Format::fp8 && Z == Zero::middle) centre = broadcast(F == Format::int8 ? 128.0f : 8.0f);
+  if constexpr (Z == Zero::integer) centre = load_bytes(w.integer_zeros(panel, block.group));
+  const f32x16 scale = w.scales(panel, block.group);
+  f32x16 offset = zero();
+  if constexpr (Z == Zero::offset) offset = w.offsets(panel, block.group);
+  const auto number = [&](i32x16 line, int j) {
+    f32x16 v = column<F>(line, j);
+    if constexpr (F != Format::fp8 && Z != Zero::offset) v = v - centre;
+    if constexpr (!kBfloat16) v = v * scale;
+    if constexpr (!kBfloat16 && Z == Zero::offset) v = v + offset;
+    return v;
+  };
+  constexpr int kColumns = static_cast<int>(line_columns(F));
+  for (std::int64_t l = 0; l < block.lines; ++l, p += line_bytes(F)) {
+    const i32x16 line = F == Format::fp8 ? load_words(p) : load_ints(p);
+    for (int j = 0; j < kColumns; j += 2) {
+      const f32x16 even = number(line, j), odd = number(line, j + 1);
+      if constexpr (kBfloat16) {
+        store_pairs(out, even, odd);
+        out += 64;
+      } else {
+        store(reinterpret_cast<float*>(out), even);
+        store(reinterpret_cast<float*>(out) + 16, odd);
+        out += 128;
+      }
+    }
+  }
+}
+
+constexpr std::int64_t kExpandedBytes = (kBlockColumns + 8) * 64;  // of a panel; bfloat16: half of it
+
+#if defined(__AVX512F__)
+constexpr int kFloatRows = 4, kFloatPanels = 4;
+#elif defined(__AVX2__)
+constexpr int kFloatRows = 4, kFloatPanels = 1;
+#else
+constexpr int kFloatRows = 2, kFloatPanels = 1;
+#endif
+
+// A block times R rows: in bfloat16 the sum of the block is scaled, in float32 it continues the sum so far.
+template <class F, Zero Z, int R, int P>
+void expanded_rows(const QuantizedProduct& p, const std::byte* expanded, std::int64_t row, std::int64_t panel,
+                   std::int64_t number) {
+  constexpr bool kScaled = !std::is_same_v<F, F32Format>;
+  const Block& block = p.w.block[number];
+  const std::int64_t columns = block.lines * line_columns(p.w.how.format);
+  const std::int64_t steps = kScaled ? columns / 2 : block.columns;
+  const std::byte* x = p.x.data + row * p.x.stride;
+  const std::byte* codes = x + block.line * line_columns(p.w.how.format) * column_bytes(p.w.how);
+  float* y = p.y + row * p.y_stride + panel * 16;
+  const int last = p.lanes(panel + P - 1);
+  const auto lanes = [&](int i) { return i + 1 < P ? 16 : last; };
+
+  f32x16 acc[R][P], sum[R][P];
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < P; ++i) {
+      acc[r][i] = number == 0 ? zero() : load(y + r * p.y_stride + i * 16, lanes(i));
+      sum[r][i] = kScaled ? zero() : acc[r][i];
+    }
+  }
+  for (std::int64_t s = 0; s < steps; ++s) {
+    typename F::Step step[P];
+    for (int i = 0; i < P; ++i) step[i] = F::load_step(expanded + i * kExpandedBytes + s * 64);
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], codes + r * p.x.stride + s * F::kRowBytes);
+    }
+  }
+  const bool finish = number + 1 == p.w.blocks && p.bias != nullptr;
+  for (int i = 0; i < P; ++i) {
+    const f32x16 bias = finish ? load(p.bias + (panel + i) * 16, lanes(i)) : zero();
+    const BlockScale<Z> scale(p.w, panel + i, block);
+    for (int r = 0; r < R; ++r) {
+      f32x16 v = sum[r][i];
+      if constexpr (kScaled) {
+        const std::byte* of_row = x + r * p.x.stride;
+        v = scale.add(acc[r][i], v, row_factors(p.w, of_row)[number], row_sums(p.w, of_row)[number]);
+      }
+      store(y + r * p.y_stride + i * 16, finish ? v + bias : v, lanes(i));
+    }
+  }
+}
+
+template <class F, Zero Z, int P>
+void expanded_block(const QuantizedProduct& p, const std::byte* expanded, std::int64_t row, std::int64_t row_end,
+                    std::int64_t panel, std::int64_t number) {
+  for (; row + kFloatRows <= row_end; row += kFloatRows) {
+    expanded_rows<F, Z, kFloatRows, P>(p, expanded, row, panel, number);
+  }
+  for (; row < row_end; ++row) expanded_rows<F, Z, 1, P>(p, expanded, row, panel, number);
+}
+
+template <Format F, Zero Z, bool kBfloat16>
+void expanded_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
+                      std::int64_t panel_end) {
+  using Multiply = std::conditional_t<kBfloat16, Bf16Format, F32Format>;
+  // Zeros are in the expanded numbers, but for float zeros of bfloat16.
+  constexpr Zero kRest = kBfloat16 && Z == Zero::offset ? Zero::offset : Zero::middle;
+  alignas(64) std::byte expanded[kFloatPanels * kExpandedBytes];
+  for (std::int64_t panel = panel_begin; panel < panel_end; panel += kFloatPanels) {
+    const std::int64_t count = std::min<std::int64_t>(kFloatPanels, panel_end - panel);
+    for (std::int64_t b = 0; b < p.w.blocks; ++b) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        expand<F, Z, kBfloat16>(p.w, panel + i, p.w.block[b], expanded + i * kExpandedBytes);
+      }
+      if (count == kFloatPanels) {
+        expanded_block<Multiply, kRest, kFloatPanels>(p, expanded, row_begin, row_end, panel, b);
+        continue;
+      }
+      for (std::int64_t i = 0; i < count; ++i) {
+        expanded_block<Multiply, kRest, 1>(p, expanded + i * kExpandedBytes, row_begin, row_end, panel + i, b);
+      }
+    }
+  }
+}
+
+}  // namespace llmc::LLMC_ISA

@@ -1,0 +1,169 @@
+// Rows of x in the form in which quantized products read them. A prepared row: what is multiplied, in the order of the
+// weight's lines; then for each block the factor of x (float), and its sum (float; an int, times the middle code, where
+// integer sums begin with it).
+#pragma once
+#include <limits>
+
+#include "panels_vector.h"
+#include "quantized_dot.h"
+
+namespace llmc::LLMC_ISA {
+
+// Bytes of one column of a prepared row.
+inline std::int64_t column_bytes(const Quantization& how) {
+  switch (how.compute) {
+    case Compute::int8:
+      return (how.format == Format::int8 ? kQuadBytes<Format::int8> : kQuadBytes<Format::int4>) / 4;
+    case Compute::float32:
+      return 4;
+    default:
+      return Bf16Format::kRowBytes / 2;
+  }
+}
+
+// Whole vectors may be read and written behind the last column.
+inline std::int64_t codes_bytes(const QuantizedPanels& w) {
+  return (w.padded_columns() * column_bytes(w.how) + 63) / 64 * 64 + 64;
+}
+
+inline const float* row_factors(const QuantizedPanels& w, const std::byte* row) {
+  return reinterpret_cast<const float*>(row + codes_bytes(w));
+}
+inline const float* row_sums(const QuantizedPanels& w, const std::byte* row) { return row_factors(w, row) + w.blocks; }
+inline const std::int32_t* row_starts(const QuantizedPanels& w, const std::byte* row) {
+  return reinterpret_cast<const std::int32_t*>(row_sums(w, row));
+}
+
+// An odd number of cache lines, so that the rows of a tile do not fall into one set of the first-level cache.
+inline std::int64_t prepared_bytes(const QuantizedPanels& w) {
+  const std::int64_t lines = (codes_bytes(w) + 8 * w.blocks + 63) / 64;
+  return (lines | 1) * 64;
+}
+
+template <class F>
+LLMC_INLINE void each_sixteen(std::int64_t count, F&& f) {
+  for (std::int64_t i = 0; i < count; i += 16) f(i, static_cast<int>(std::min<std::int64_t>(16, count - i)));
+}
+
+// To the nearest E4M3 number, ties to even; |x| <= 448.
+inline float round_e4m3(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) < 0x3c800000) {  // below 2^-6: multiples of 2^-9
+    return (x * 512.0f + 0x1.8p23f - 0x1.8p23f) / 512.0f;
+  }
+  bits = (bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// How the columns of a unit are scaled: by a factor, or divided by a given scale. A row that is not finite gets zeros,
+// and the factor NaN.
+struct UnitScale {
+  float factor, multiplier;
+  bool divide;
+
+  f32x16 apply(f32x16 x) const { return divide ? x / broadcast(multiplier) : x * broadcast(multiplier); }
+};
+
+inline UnitScale unit_scale(const QuantizedPanels& w, const float* x, std::int64_t count, float largest) {
+  f32x16 most = zero();
+  mask16 finite = mask_first(16);
+  each_sixteen(count, [&](std::int64_t i, int n) {
+    const f32x16 v = abs(load(x + i, n));
+    finite = finite & (v <= broadcast(std::numeric_limits<float>::max()));
+    most = max(v, most);
+  });
+  if (any(~finite)) return {std::numeric_limits<float>::quiet_NaN(), 0.0f, false};
+  if (w.x_scale != nullptr) return {*w.x_scale, *w.x_scale, true};
+  const float amax = reduce_max(most), inverse = largest / amax;
+  const bool tiny = !(inverse <= std::numeric_limits<float>::max());
+  return {amax * (1.0f / largest), tiny ? 0.0f : inverse, false};
+}
+
+template <Format F>
+void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out) {
+  auto* factors = const_cast<float*>(row_factors(w, out));
+  auto* sums = const_cast<float*>(row_sums(w, out));
+  UnitScale scale{};
+  for (std::int64_t b = 0; b < w.blocks; ++b) {
+    const Block& block = w.block[b];
+    if (block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 127.0f);
+    factors[b] = scale.factor;
+    const bool nothing = scale.factor != scale.factor;
+    alignas(64) std::int8_t codes[kBlockColumns + 16] = {};
+    f32x16 sum = zero();
+    each_sixteen(nothing ? 0 : block.columns, [&](std::int64_t i, int n) {
+      f32x16 q = round_even(scale.apply(load(x + block.column + i, n)));
+      q = max(broadcast(-127.0f), min(broadcast(127.0f), q));
+      sum = sum + q;
+      store_codes(codes + i, q);
+    });
+    const float total = reduce_add(sum);
+    if (w.zero_kind == Zero::middle) {
+      const std::int32_t start = -static_cast<std::int32_t>(total) * (F == Format::int8 ? 128 : 8);
+      std::memcpy(sums + b, &start, 4);
+    } else {
+      sums[b] = total;
+    }
+    const std::int64_t count = block.lines * line_columns(F);
+    prepare_codes<F>(codes, count, out + block.line * line_columns(F) / 4 * kQuadBytes<F>);
+  }
+}
+
+// For products in bfloat16; x rounded to it, or first scaled and rounded to E4M3.
+inline void prepare_bfloat16(const QuantizedPanels& w, const float* x, std::byte* out) {
+  auto* factors = const_cast<float*>(row_factors(w, out));
+  auto* sums = const_cast<float*>(row_sums(w, out));
+  const std::int64_t line = line_columns(w.how.format), bytes = column_bytes(w.how);
+  const bool fp8 = w.how.compute == Compute::fp8;
+  UnitScale scale{1.0f, 1.0f, false};
+  for (std::int64_t b = 0; b < w.blocks; ++b) {
+    const Block& block = w.block[b];
+    if (fp8 && block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 448.0f);
+    factors[b] = scale.factor;
+    const bool nothing = scale.factor != scale.factor;
+    std::byte* to = out + block.line * line * bytes;
+    f32x16 sum = zero();
+    each_sixteen(nothing ? 0 : block.columns, [&](std::int64_t i, int n) {
+      f32x16 v = load(x + block.column + i, n);
+      if (fp8) {
+        v = max(broadcast(-448.0f), min(broadcast(448.0f), scale.apply(v)));
+        v = each_lane(v, round_e4m3);
+      }
+      bf16 rounded[16];
+      store(rounded, v);
+      sum = sum + load(rounded);
+      if constexpr (Bf16Format::kRowBytes == 4) {
+        std::memcpy(to + i * 2, rounded, 32);
+      } else {
+        store(reinterpret_cast<float*>(to) + i, load(rounded));
+      }
+    });
+    sums[b] = reduce_add(sum);
+  }
+}
+
+inline void prepare_float32(const QuantizedPanels& w, const float* x, std::byte* out) {
+  const std::int64_t line = line_columns(w.how.format);
+  for (std::int64_t b = 0; b < w.blocks; ++b) {
+    const Block& block = w.block[b];
+    std::memcpy(out + block.line * line * 4, x + block.column, static_cast<std::size_t>(block.columns) * 4);
+  }
+}
+
+// Writes a row of x in the form for these weights.
+inline void prepare_row(const QuantizedPanels& w, const float* x, std::byte* out) {
+  std::memset(out, 0, static_cast<std::size_t>(codes_bytes(w)));
+  switch (w.how.compute) {
+    case Compute::int8:
+      return w.how.format == Format::int8 ? prepare_int8<Format::int8>(w, x, out)
+                                          : prepare_int8<Format::int4>(w, x, out);
+    case Compute::float32:
+      return prepare_float32(w, x, out);
+    default:
+      return prepare_bfloat16(w, x, out);
+  }
+}
+
+}  // namespace llmc::LLMC_ISA

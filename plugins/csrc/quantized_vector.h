@@ -1,0 +1,145 @@
+// Integer products of quantized weights with vector instructions.
+//
+// The order of the additions is part of the format: a block's sum of products of codes is an exact integer, and blocks
+// are added as acc = fused(a * scale, sum - zero * sum of x, acc). So an output has the same bits with any instruction
+// set, any number of rows, and any number of threads.
+#pragma once
+#include "quantized_rows.h"
+
+namespace llmc::LLMC_ISA {
+
+struct QuantizedProduct {
+  const QuantizedPanels& w;
+  PreparedRows x;
+  const float* bias;
+  float* y;
+  std::int64_t y_stride;
+
+  int lanes(std::int64_t panel) const { return static_cast<int>(std::min<std::int64_t>(16, w.rows - panel * 16)); }
+};
+
+// What a block adds to the outputs of a panel: its scales and zeros.
+template <Zero Z>
+struct BlockScale {
+  f32x16 scale, zero;
+
+  BlockScale(const QuantizedPanels& w, std::int64_t panel, const Block& block) {
+    scale = w.scales(panel, block.group);
+    if constexpr (Z == Zero::integer) zero = load_bytes(w.integer_zeros(panel, block.group));
+    if constexpr (Z == Zero::offset) zero = w.offsets(panel, block.group);
+  }
+
+  // acc and a block of products; `sum` of x, and its factor. Integers and their products are exact in floats.
+  LLMC_INLINE f32x16 add(f32x16 acc, f32x16 products, float factor, float sum) const {
+    const f32x16 a = broadcast(factor);
+    if constexpr (Z == Zero::offset) return fused(a, fused(scale, products, zero * sum), acc);
+    if constexpr (Z == Zero::integer) products = products - zero * sum;
+    return fused(a * scale, products, acc);
+  }
+};
+
+#if defined(__AVX512F__)
+constexpr int kIntegerRows = 4;
+constexpr int integer_panels(int rows) { return rows == 1 ? 4 : 2; }
+#elif defined(__AVX2__)
+constexpr int kIntegerRows = 4;
+constexpr int integer_panels(int rows) { return rows == 1 ? 2 : 1; }
+#else
+constexpr int kIntegerRows = 2;
+constexpr int integer_panels(int) { return 1; }
+#endif
+
+// R rows by P panels, blocks [begin, end). Between ranges of blocks the sums wait in y, exactly as they are.
+template <Format F, Zero Z, int R, int P>
+void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t panel, std::int64_t begin,
+                   std::int64_t end) {
+  const QuantizedPanels& w = p.w;
+  const std::byte* x = p.x.data + row * p.x.stride;
+  const std::int64_t x_stride = p.x.stride, panel_bytes = w.panel_bytes();
+  float* y = p.y + row * p.y_stride + panel * 16;
+  const int last = p.lanes(panel + P - 1);
+  const auto lanes = [&](int i) { return i + 1 < P ? 16 : last; };
+  constexpr std::int64_t kLine = line_columns(F) / 4 * kQuadBytes<F>;
+
+  f32x16 acc[R][P];
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < P; ++i) acc[r][i] = begin == 0 ? zero() : load(y + r * p.y_stride + i * 16, lanes(i));
+  }
+  for (std::int64_t b = begin; b < end; ++b) {
+    const Block& block = w.block[b];
+    i32x16 sum[R][P];
+    for (int r = 0; r < R; ++r) {
+      const i32x16 start = Z == Zero::middle ? broadcast_int(row_starts(w, x + r * x_stride)[b]) : zero_ints();
+      for (int i = 0; i < P; ++i) sum[r][i] = start;
+    }
+    const std::byte* lines = w.lines_of(panel, block);
+    const std::byte* codes = x + block.line * kLine;
+    for (std::int64_t l = 0; l < block.lines; ++l) {
+      for (int i = 0; i < P; ++i) {
+        const Line<F> line(lines + i * panel_bytes + l * 64);
+        for (int r = 0; r < R; ++r) sum[r][i] = dot(sum[r][i], line, codes + r * x_stride + l * kLine);
+      }
+    }
+    for (int i = 0; i < P; ++i) {
+      const BlockScale<Z> scale(w, panel + i, block);
+      for (int r = 0; r < R; ++r) {
+        const std::byte* of_row = x + r * x_stride;
+        acc[r][i] = scale.add(acc[r][i], to_float(sum[r][i]), row_factors(w, of_row)[b], row_sums(w, of_row)[b]);
+      }
+    }
+  }
+  const bool finish = end == w.blocks && p.bias != nullptr;
+  for (int i = 0; i < P; ++i) {
+    const f32x16 bias = finish ? load(p.bias + (panel + i) * 16, lanes(i)) : zero();
+    for (int r = 0; r < R; ++r) {
+      store(y + r * p.y_stride + i * 16, finish ? acc[r][i] + bias : acc[r][i], lanes(i));
+    }
+  }
+}
+
+// R rows of panels [panel, panel_end).
+template <Format F, Zero Z, int R>
+void integer_rows(const QuantizedProduct& p, std::int64_t row, std::int64_t panel, std::int64_t panel_end,
+                  std::int64_t begin, std::int64_t end) {
+  constexpr int P = integer_panels(R);
+  for (; panel + P <= panel_end; panel += P) integer_block<F, Z, R, P>(p, row, panel, begin, end);
+  if constexpr (P > 1) {
+    for (; panel < panel_end; ++panel) integer_block<F, Z, R, 1>(p, row, panel, begin, end);
+  }
+}
+
+template <Format F, Zero Z>
+void integer_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
+                     std::int64_t panel_end) {
+  // Few rows read each weight once: no ranges. Many rows read a slab of four panels again and again from the cache.
+  const bool once = row_end - row_begin <= kIntegerRows;
+  const std::int64_t slab = once ? panel_end - panel_begin : 4, lines = once ? p.w.lines : 512;
+  for (std::int64_t panel = panel_begin; panel < panel_end; panel += slab) {
+    const std::int64_t stop = std::min(panel_end, panel + slab);
+    std::int64_t begin = 0;
+    do {
+      std::int64_t end = begin;
+      while (end < p.w.blocks && p.w.block[end].line - p.w.block[begin].line < lines) ++end;
+      std::int64_t row = row_begin;
+      for (; row + kIntegerRows <= row_end; row += kIntegerRows) {
+        integer_rows<F, Z, kIntegerRows>(p, row, panel, stop, begin, end);
+      }
+      switch (row_end - row) {
+        case 3:
+          integer_rows<F, Z, std::min(3, kIntegerRows)>(p, row, panel, stop, begin, end);
+          break;
+        case 2:
+          integer_rows<F, Z, 2>(p, row, panel, stop, begin, end);
+          break;
+        case 1:
+          integer_rows<F, Z, 1>(p, row, panel, stop, begin, end);
+          break;
+        default:
+          break;
+      }
+      begin = end;
+    } while (begin < p.w.blocks);
+  }
+}
+
+}  // namespace llmc::LLMC_ISA
