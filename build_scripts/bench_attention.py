@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from llmc.plugins import _kernels, kernels
+from llmc.plugins.paged_attention.storage import GROUP, KV_DTYPES, POSITIONS, bytes_per_position
 
 BLOCK = 16
 
@@ -20,10 +21,11 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--value-dim", type=int, default=0, help="default: as dim")
-    parser.add_argument("--kv-dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--kv-dtype", default="bfloat16", choices=KV_DTYPES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", default=kernels.best_isa(), choices=kernels.isas())
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each case")
+    parser.add_argument("--only", default="", help="the cases whose names contain this")
     arguments = parser.parse_args()
     arguments.value_dim = arguments.value_dim or arguments.dim
     for name, past, rows, sequences in (
@@ -35,7 +37,10 @@ def main() -> None:
         ("decode at 2048", 2047, 1, 1),
         ("decode 16 x 512", 511, 1, 16),
         ("decode at 16384", 16383, 1, 1),
+        ("decode at 32768", 32767, 1, 1),
     ):
+        if arguments.only not in name:
+            continue
         report(name, past, rows, sequences, arguments)
 
 
@@ -52,10 +57,23 @@ def report(name: str, past: int, rows: int, sequences: int, arguments: argparse.
     median, seconds = float(np.median(times)) / 1e3, min(times) / 1e9
     seen = sequences * sum(past + r + 1 for r in range(rows))
     flops = 2 * seen * heads * (key_dim + value_dim)
-    item = 4 if arguments.kv_dtype == "float32" else 2
-    read = sequences * (past + rows) * kv_heads * (key_dim + value_dim) * item
+    read = sequences * (past + rows) * kv_heads * bytes_per_position(arguments.kv_dtype, key_dim, value_dim)
     speed = f"{flops / seconds / 1e9:6.1f} GFLOP/s {read / seconds / 1e9:6.1f} GB/s of K and V"
     print(f"{name:18} best {seconds * 1e6:9.1f} us (median {median:9.1f}): {speed}")
+
+
+def fill(cache: np.ndarray, dtype: str, kv_heads: int, dims: int, rng: np.random.Generator) -> None:
+    """Put numbers of about 1 into the keys or values of a slot; the same into each block."""
+    if cache.dtype != np.uint8:
+        numbers = rng.standard_normal(cache.shape[1:], dtype=np.float32)
+        cache[:] = numbers.view(np.uint32) >> 16 if dtype == "bfloat16" else numbers
+        return
+    scales = np.full(POSITIONS, 0.01, np.float32)
+    if dtype == "int4":
+        scales = np.tile(np.repeat(np.array([0.1, -1], np.float16), POSITIONS), -(-dims // GROUP))
+    pages = rng.integers(0, 128, cache.shape[1:], np.uint8).reshape(kv_heads * BLOCK // POSITIONS, -1)
+    pages[:, -scales.nbytes :] = scales.view(np.uint8)
+    cache[:] = pages.reshape(-1)
 
 
 def prepare(
@@ -88,9 +106,8 @@ def prepare(
         False,
     )
     rng = np.random.default_rng(0)
-    for cache in (executor.keys(0), executor.values(0)):
-        numbers = rng.standard_normal(cache.shape[1:], dtype=np.float32)
-        cache[:] = numbers.view(np.uint32) >> 16 if arguments.kv_dtype == "bfloat16" else numbers
+    for cache, dims in ((executor.keys(0), key_dim), (executor.values(0), value_dim)):
+        fill(cache, arguments.kv_dtype, kv_heads, dims, rng)
     batch = _kernels.Batch(
         np.tile(np.arange(past, past + rows, dtype=np.int32), sequences),
         np.arange(0, tokens + 1, rows, dtype=np.int32),

@@ -1,10 +1,11 @@
-// Tiles of a bf16 cache computed with AMX: queries and weights are rounded to bf16, sums are float32. Rows fill tiles
-// of 16; a row's result does not depend on the others, and positions that it does not see have weight 0, which adds
-// nothing.
+// Tiles of a bf16 or quantized cache computed with AMX: queries and weights are rounded to bf16, sums are float32. Rows
+// fill tiles of 16; a row's result does not depend on the others, and positions that it does not see have weight 0,
+// which adds nothing.
 #pragma once
 #ifdef __AMX_BF16__
 #include <immintrin.h>
 
+#include "amx_pages.h"
 #include "job_rows.h"
 #include "panels_amx.h"
 
@@ -45,12 +46,13 @@ void multiply_tiles(const bf16* a, std::int64_t a_stride, std::int64_t steps, co
   if constexpr (kTwoRows && kTwoColumns) store_tile<3>(c1 + kTileRows * c_stride, c_stride * 4);
 }
 
-// Weights of R rows as in weights.h, but rounded to bf16 in `weights` [R][kTile], 32 positions at a time; the
+// Weights of R rows as in weights.h, but times `factors` of the positions, if there are any, and rounded to bf16 in
+// `weights` [R][kTile], 32 positions at a time; the
 // polynomial is good for 3e-6, which bf16 does not tell apart, and all of it is in instructions that issue twice a
 // cycle.
 template <int R>
 LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
-                                float* top, float* total) {
+                                const float* factors, float* top, float* total) {
   const int first = begin / kTileDepth * kTileDepth, last = (end + kTileDepth - 1) / kTileDepth * kTileDepth;
   const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
   f32x16 sum[R], least[R];
@@ -74,6 +76,14 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
       }
       sum[r] = sum[r] + a;
       sum[r] = sum[r] + b;
+      if (factors != nullptr) {
+        a = a * load(factors + j);
+        b = b * load(factors + j + kLanes);
+        if (partial) {  // 0 * NaN
+          a = select(lanes_between(begin, end, j), a, zero());
+          b = select(lanes_between(begin, end, j + kLanes), b, zero());
+        }
+      }
       _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
     }
   }
@@ -81,28 +91,38 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
   for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
 }
 
-class AmxRows : public JobRows<bf16> {
+template <class T>
+class AmxRows : public JobRows<T> {
+  using Base = JobRows<T>;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_, Base::rotating_;
+
  public:
   static constexpr std::int64_t kMostRows = 192;
 
   AmxRows(const Step& step, const JobSizes& sizes, std::byte* memory)
-      : JobRows(step, sizes, memory),
+      : Base(step, sizes, memory),
         depth_((step.key_dim + kTileDepth - 1) / kTileDepth * kTileDepth),
-        q_(take<bf16>(padded(sizes.rows) * depth_)),
-        scores_(take<float>(kGroup * kTile)),
-        weights_(take<bf16>(kGroup * kTile)),
-        values_(take<bf16>(kTile * step.width)),
-        rest_(depth_ != step.key_dim ? take<bf16>(kTileBlocks * kTileSize) : nullptr) {}
+        q_(this->template take<bf16>(this->padded(sizes.rows) * depth_)),
+        scores_(this->template take<float>(kGroup * kTile)),
+        weights_(this->template take<bf16>(kGroup * kTile)),
+        values_(this->template take<bf16>(kTile * step.width)),
+        rest_(!kQuantized<T> && depth_ != step.key_dim ? this->template take<bf16>(kTileBlocks * kTileSize) : nullptr),
+        keys16_(kQuantized<T> ? this->template take<bf16>(kTile * depth_) : nullptr) {}
 
   void run(const Job& job) {
-    start(job);
-    for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
+    this->start(job);
+    this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       std::memset(q_ + row * depth_, 0, static_cast<std::size_t>(depth_) * sizeof(bf16));
+      if constexpr (kRotated<T>) {
+        copy_row(query, stride, step_.key_dim, rotating_);
+        rotate(rotating_, step_.key_dim, rotating_ + this->padded(step_.key_dim));
+        query = rotating_, stride = 1;
+      }
       convert_row(query, stride, step_.key_dim, q_ + row * depth_);
     });
-    if (!walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;
-    order_values();
-    finish(job);
+    if (!this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;
+    if constexpr (!kQuantized<T>) order_values();
+    this->finish(job);
   }
 
  private:
@@ -110,14 +130,40 @@ class AmxRows : public JobRows<bf16> {
   static constexpr std::int64_t kGroup = 2 * kTileRows;
 
   void attend(std::int64_t tile, const TilePart& any) {
-    const bf16 *keys[kTileBlocks], *pages[kTileBlocks], *next_keys[kTileBlocks], *next_pages[kTileBlocks];
+    const T *keys[kTileBlocks], *pages[kTileBlocks], *next_keys[kTileBlocks], *next_pages[kTileBlocks];
     const int first = any.begin / kLanes, last = any.blocks_end();
     for (int b = 0; b < kTileBlocks; ++b) {
-      find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
-      find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys[b], next_pages[b]);
+      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
+      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys[b], next_pages[b]);
     }
-    if (step_.key_dim % kTileDepth != 0) copy_rest(keys, first, last);
-    pair_values(pages, next_keys, next_pages, any);
+    if constexpr (kQuantized<T>) {
+      const bf16* keys16[kTileBlocks];
+      for (int b = 0; b < kTileBlocks; ++b) keys16[b] = keys16_ + std::clamp(b, first, last - 1) * kLanes * depth_;
+      for (int b = first; b < last; ++b) convert_keys(b, keys[b], next_keys[b]);
+      for (int b = first / 2 * 2; b < (last + 1) / 2 * 2; ++b) convert_values(b, pages[b], next_pages[b]);
+      attend_rows(keys16);
+    } else {
+      if (step_.key_dim % kTileDepth != 0) copy_rest(keys, first, last);
+      pair_values(pages, next_keys, next_pages, any);
+      attend_rows(keys);
+    }
+  }
+
+  // Block b of a tile of codes.
+  void convert_keys(int b, const T* keys, const T* ahead) {
+    fetch_page(ahead, cache_.key_page);
+    pair_keys(keys, cache_.key_page, step_.key_dim, depth_, keys16_ + b * kLanes * depth_);
+    if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys, cache_.key_page));
+  }
+  void convert_values(int b, const T* values, const T* ahead) {
+    const std::int64_t blocks = step_.width / kLanes;
+    fetch_page(ahead, cache_.value_page);
+    bf16* out = values_ + b / 2 * blocks * kTileSize + b % 2 * kLanes * kLanes;
+    pair_page(values, cache_.value_page, step_.value_dim, kTileSize, out);
+    store(factors_ + b * kLanes, value_factors(values, cache_.value_page, step_.value_dim));
+  }
+
+  void attend_rows(const bf16* const* keys) {
     for (std::int64_t row = 0; row < rows_; row += kGroup) {
       const std::int64_t count = std::min(kGroup, rows_ - row);
       TilePart part;
@@ -125,11 +171,11 @@ class AmxRows : public JobRows<bf16> {
       if (part.begin >= part.end) continue;
       tiles_.configure(static_cast<int>(std::min<std::int64_t>(count, kTileRows)),
                        static_cast<int>(std::max<std::int64_t>(count - kTileRows, 0)));
-      const Seen seen = seen_in_tile(row);
+      const Seen seen = this->seen_in_tile(row);
       score(row, count, keys, part);
       soften_rows(row, count, seen);
       weigh(count, part, seen);
-      settle(row, count);
+      this->settle(row, count);
     }
   }
 
@@ -200,7 +246,7 @@ class AmxRows : public JobRows<bf16> {
   }
 
   void score(std::int64_t row, std::int64_t count, const bf16* const* keys, const TilePart& part) const {
-    const std::int64_t steps = step_.key_dim / kTileDepth;
+    const std::int64_t steps = (kQuantized<T> ? depth_ : step_.key_dim) / kTileDepth;
     const auto rest_of = [&](int b) { return rest_ != nullptr ? rest_ + b * kTileSize : nullptr; };
     const int end = part.blocks_end();
     for (int b = part.begin / kLanes; b < end; b += 2) {
@@ -213,19 +259,20 @@ class AmxRows : public JobRows<bf16> {
   }
 
   void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) const {
-    for_each_alike(first, first + count,
-                   [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
-                     const std::int64_t r = row - first;
-                     bf16* weights = weights_ + r * kTile;
-                     if (part.begin != 0 || part.end != kTile) {  // what a row does not see has weight 0
-                       std::memset(weights, 0, static_cast<std::size_t>(alike) * kTile * sizeof(bf16));
-                     }
-                     if (part.begin >= part.end) return;
-                     constexpr decltype(&soften_to_bf16<1>) run[] = {nullptr, soften_to_bf16<1>, soften_to_bf16<2>,
-                                                                     soften_to_bf16<3>, soften_to_bf16<4>};
-                     run[alike](scores_ + r * kTile, weights, part.begin, part.end, logit, distance, seen.largest + r,
-                                seen.sum + r);
-                   });
+    this->for_each_alike(first, first + count,
+                         [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
+                           const std::int64_t r = row - first;
+                           bf16* weights = weights_ + r * kTile;
+                           if (part.begin != 0 || part.end != kTile) {  // what a row does not see has weight 0
+                             std::memset(weights, 0, static_cast<std::size_t>(alike) * kTile * sizeof(bf16));
+                           }
+                           if (part.begin >= part.end) return;
+                           constexpr decltype(&soften_to_bf16<1>) run[] = {
+                               nullptr, soften_to_bf16<1>, soften_to_bf16<2>, soften_to_bf16<3>, soften_to_bf16<4>};
+                           if constexpr (kScaled<T>) scale_rows(scores_ + r * kTile, alike, part, key_scales_);
+                           run[alike](scores_ + r * kTile, weights, part.begin, part.end, logit, distance,
+                                      kQuantized<T> ? factors_ : nullptr, seen.largest + r, seen.sum + r);
+                         });
   }
 
   void weigh(std::int64_t count, const TilePart& part, const Seen& seen) const {
@@ -245,7 +292,9 @@ class AmxRows : public JobRows<bf16> {
   float* scores_;             // [kGroup][kTile]
   bf16* weights_;             // [kGroup][kTile]
   bf16 *values_, *rest_;
+  bf16* keys16_;  // a tile of codes: [8][depth / 2][16][2]
   Tiles tiles_;
+  alignas(64) float key_scales_[kTile], factors_[kTile];
 };
 
 }  // namespace llmc::LLMC_ISA

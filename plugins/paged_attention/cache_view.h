@@ -59,6 +59,66 @@ struct CacheView {
   }
 };
 
+template <class T>
+LLMC_INLINE void fetch_page(const T* page, const PageLayout& layout) {
+  for (std::int64_t n = 0; n < layout.bytes(); n += 64) fetch(reinterpret_cast<const std::byte*>(page) + n);
+}
+
+// What sums over the codes of each position of a page, as load gives them, have to be multiplied by.
+template <class T>
+LLMC_INLINE f32x16 load_scales(const T* page, const PageLayout& layout) {
+  return load(CacheView<T>::template scales_of<float>(page, layout)) * kLoadFactor<T>;
+}
+
+// The keys of a page of int4, two dims at a time: f(d, even, odd). An odd number of dims ends in one that is none.
+template <class F>
+LLMC_INLINE void for_each_key(const i4* page, const PageLayout& layout, std::int64_t dims, F&& f) {
+  const f16* scales = CacheView<i4>::scales_of<f16>(page, layout);
+  const i4* fifth = page + (dims + 1) / 2 * kLanes;
+  f32x16 width, least;
+  const auto two = [&]<int D>(std::integral_constant<int, D>, std::int64_t d, byte_vector bits) {
+    if (d >= dims) return;
+    f32x16 even, odd;
+    load_fives<D>(page + d / 2 * kLanes, bits, even, odd);
+    f(d, fmadd(even, width, least), fmadd(odd, width, least));
+  };
+  for (std::int64_t d = 0; d < dims; d += 8, fifth += kLanes) {
+    if (d % kKvGroup == 0) {
+      width = load(scales + d / kKvGroup * 2 * kLanes);
+      least = load(scales + d / kKvGroup * 2 * kLanes + kLanes);
+    }
+    const byte_vector bits = load_bytes(fifth);
+    two(std::integral_constant<int, 0>(), d, bits);
+    two(std::integral_constant<int, 2>(), d + 2, bits);
+    two(std::integral_constant<int, 4>(), d + 4, bits);
+    two(std::integral_constant<int, 6>(), d + 6, bits);
+  }
+}
+
+// The values of a page of int4, 32 dims of two positions at a time: f(position, d, low, high), also behind the last
+// dim.
+template <class F>
+LLMC_INLINE void for_each_value(const i4* page, const PageLayout& layout, std::int64_t dims, F&& f) {
+  const std::int64_t bytes = kv_bytes_of_nibbles(dims);
+  const f16* scales = CacheView<i4>::scales_of<f16>(page, layout);
+  alignas(64) float width[kLanes], least[kLanes];
+  for (std::int64_t d = 0; d < dims; d += kNibbleDims) {
+    if (d % kKvGroup == 0) {
+      store(width, load(scales + d / kKvGroup * 2 * kLanes));
+      store(least, load(scales + d / kKvGroup * 2 * kLanes + kLanes));
+    }
+    for (int j = 0; j < kLanes; j += 2) {
+      f32x16 low[2], high[2];
+      for (int i = 0; i < 2; ++i) {
+        load_nibbles(page + (j + i) * bytes + d / 2, low[i], high[i]);
+        low[i] = fmadd(low[i], broadcast(width[j + i]), broadcast(least[j + i]));
+        high[i] = fmadd(high[i], broadcast(width[j + i]), broadcast(least[j + i]));
+      }
+      f(j, d, low, high);
+    }
+  }
+}
+
 // Converts a row of n strided floats; what follows up to a multiple of 16 becomes 0.
 template <class T>
 LLMC_INLINE void convert_row(const float* x, std::int64_t stride, std::int64_t n, T* y) {
@@ -198,6 +258,7 @@ void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride,
   }
   auto* codes = reinterpret_cast<std::uint8_t*>(buffer.codes);
   convert_row(x, stride, dims, buffer.numbers);
+  if constexpr (kRotatesValues<T>) rotate(buffer.numbers, dims, reinterpret_cast<float*>(buffer.codes));
   if constexpr (kScaled<T>) {
     CacheView<T>::template scales_of<float>(page, cache.value_page)[lane] = encode_row<T>(buffer.numbers, dims, codes);
     std::memcpy(page + lane * dims, codes, static_cast<std::size_t>(dims));

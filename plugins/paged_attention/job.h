@@ -42,6 +42,14 @@ struct TilePart {
   }
 };
 
+// Multiplies what rows [rows][kTile] have for each position of a tile by a number of the position.
+LLMC_INLINE void scale_rows(float* x, std::int64_t rows, const TilePart& part, const float* scales) {
+  for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {
+    const f32x16 factor = load(scales + j);
+    for (std::int64_t r = 0; r < rows; ++r) store(x + r * kTile + j, load(x + r * kTile + j) * factor);
+  }
+}
+
 // What new row r of a sequence sees: positions begin .. end - 1, itself being end - 1.
 struct Range {
   std::int64_t begin, end;

@@ -29,6 +29,7 @@ class JobRows {
         seen_(take_seen(sizes.rows)),
         ranges_(take<Range>(sizes.tokens)),
         parts_(take<TilePart>(sizes.tokens)),
+        rotating_(kRotated<T> ? take<float>(2 * std::max(step.width, padded(step.key_dim))) : nullptr),
         branch_keys_(take_branch(sizes.branch_rows, cache_.key_page)),
         branch_values_(take_branch(sizes.branch_rows, cache_.value_page)) {}
 
@@ -160,9 +161,15 @@ class JobRows {
       factor /= sum;
       const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
       float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
+      const float* values = seen_.values + row * step_.width;
+      if constexpr (kRotatesValues<T>) {
+        std::copy_n(values, step_.value_dim, rotating_);
+        rotate(rotating_, step_.value_dim, rotating_ + step_.width);
+        values = rotating_;
+      }
       for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
         const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
-        store(out + d, load(seen_.values + row * step_.width + d) * factor, lanes);
+        store(out + d, load(values + d) * factor, lanes);
       }
     }
   }
@@ -226,6 +233,7 @@ class JobRows {
   Split* split_ = nullptr;
   Range* ranges_;    // of the job's tokens
   TilePart* parts_;  // of the same in the current tile
+  float* rotating_;  // room to rotate a query or a result in
   std::byte *branch_keys_, *branch_values_;
   Sequence sequence_{};
   std::int64_t kv_head_ = 0, tokens_ = 0, rows_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;

@@ -40,9 +40,12 @@ constexpr bool kScaled = std::is_same_v<T, i8> || std::is_same_v<T, e4m3>;
 template <class T>
 constexpr bool kQuantized = kScaled<T> || std::is_same_v<T, i4>;
 
-// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others.
+// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others. Values are stored
+// rotated, and what was made of them is rotated back.
 template <class T>
 constexpr bool kRotated = std::is_same_v<T, e4m3> || std::is_same_v<T, i4>;
+template <class T>
+constexpr bool kRotatesValues = std::is_same_v<T, i4>;
 
 // load(p), load(p, n): codes as floats, those of e4m3 times 2^-8; moving the bits to where float16 has them makes that.
 #if defined(__AVX512F__)

@@ -17,7 +17,7 @@ constexpr std::int64_t kAlone = 1 << 16;
 // What computes the rows of a job.
 #ifdef __AMX_BF16__
 template <class T>
-using Rows = std::conditional_t<std::is_same_v<T, bf16>, AmxRows, VectorRows<T>>;
+using Rows = std::conditional_t<std::is_same_v<T, bf16> || kQuantized<T>, AmxRows<T>, VectorRows<T>>;
 #else
 template <class T>
 using Rows = VectorRows<T>;

@@ -28,7 +28,6 @@ class VectorRows : public JobRows<T> {
         q_(this->template take<float>(sizes.rows * step.key_dim)),
         scores_(this->template take<float>(sizes.rows * kTile)),
         blocks_(this->template take<RowBlock>(sizes.rows / kRowBlock + 1)),
-        rotating_(kRotated<T> ? this->template take<float>(step.key_dim) : nullptr),
         keys32_(kConverts ? this->template take<float>(kKeyBlocks * kLanes * step.key_dim) : nullptr),
         values32_(kConverts ? this->template take<float>(kTile * step.width) : nullptr) {}
 
@@ -36,7 +35,7 @@ class VectorRows : public JobRows<T> {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       copy_row(query, stride, step_.key_dim, q_ + row * step_.key_dim);
-      if constexpr (kRotated<T>) rotate(q_ + row * step_.key_dim, step_.key_dim, rotating_);
+      if constexpr (kRotated<T>) rotate(q_ + row * step_.key_dim, step_.key_dim, this->rotating_);
     });
     if (this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
   }
@@ -98,20 +97,22 @@ class VectorRows : public JobRows<T> {
     }
   }
 
-  // The scales of a tile's positions.
   void find_scales(const T* const* keys, const T* const* values, int first, int last) {
     for (int b = first; b < last; ++b) {
-      const auto copy = [&](const T* page, const PageLayout& layout, float* scales) {
-        const float* stored = CacheView<T>::template scales_of<float>(page, layout);
-        store(scales + b * kLanes, load(stored) * kLoadFactor<T>);
-      };
-      copy(keys[b], cache_.key_page, key_scales_);
-      copy(values[b], cache_.value_page, value_scales_);
+      store(key_scales_ + b * kLanes, load_scales(keys[b], cache_.key_page));
+      store(value_scales_ + b * kLanes, load_scales(values[b], cache_.value_page));
     }
   }
 
   void convert_keys(const T* page, const T* ahead, float* key) const {
-    if constexpr (std::is_same_v<T, i4>) return convert_nibble_keys(page, ahead, key);
+    if constexpr (std::is_same_v<T, i4>) {
+      fetch_page(ahead, cache_.key_page);
+      for_each_key(page, cache_.key_page, step_.key_dim, [&](std::int64_t d, const f32x16& even, const f32x16& odd) {
+        store(key + d * kLanes, even);
+        if (d + 1 < step_.key_dim) store(key + (d + 1) * kLanes, odd);
+      });
+      return;
+    }
     for (std::int64_t d = 0; d < step_.key_dim; ++d) {
       fetch(ahead + d * kLanes);
       if constexpr (std::is_same_v<T, bf16>) {
@@ -126,7 +127,18 @@ class VectorRows : public JobRows<T> {
   }
 
   void convert_values(const T* page, const T* ahead, float* value) const {
-    if constexpr (std::is_same_v<T, i4>) return convert_nibble_values(page, ahead, value);
+    if constexpr (std::is_same_v<T, i4>) {
+      fetch_page(ahead, cache_.value_page);
+      for_each_value(page, cache_.value_page, step_.value_dim,
+                     [&](int j, std::int64_t d, const f32x16(&low)[2], const f32x16(&high)[2]) {
+                       for (int i = 0; i < 2; ++i) {
+                         float* out = value + (j + i) * step_.width + d;
+                         store(out, low[i]);
+                         if (d + kLanes < step_.width) store(out + kLanes, high[i]);
+                       }
+                     });
+      return;
+    }
     for (int j = 0; j < kLanes; ++j, page += step_.value_dim, ahead += step_.value_dim, value += step_.width) {
       std::int64_t d = 0;
       if constexpr (!std::is_same_v<T, i4>) {
@@ -135,53 +147,6 @@ class VectorRows : public JobRows<T> {
           store(value + d, load(page + d));
         }
         if (d < step_.value_dim) store(value + d, load(page + d, static_cast<int>(step_.value_dim - d)));
-      }
-    }
-  }
-
-  void convert_nibble_keys(const i4* page, const i4* ahead, float* key) const {
-    const std::int64_t dims = step_.key_dim;
-    const f16* scales = CacheView<i4>::scales_of<f16>(page, cache_.key_page);
-    const i4* fifth = page + (dims + 1) / 2 * kLanes;
-    for (std::int64_t n = 0; n < cache_.key_page.bytes(); n += 64) fetch(ahead + n);
-    f32x16 width, least;
-    const auto two = [&]<int D>(std::integral_constant<int, D>, std::int64_t d, byte_vector bits) {
-      if (d >= dims) return;
-      f32x16 even, odd;
-      load_fives<D>(page + d / 2 * kLanes, bits, even, odd);
-      store(key + d * kLanes, fmadd(even, width, least));
-      if (d + 1 < dims) store(key + (d + 1) * kLanes, fmadd(odd, width, least));
-    };
-    for (std::int64_t d = 0; d < dims; d += 8, fifth += kLanes) {
-      if (d % kKvGroup == 0) {
-        width = load(scales + d / kKvGroup * 2 * kLanes);
-        least = load(scales + d / kKvGroup * 2 * kLanes + kLanes);
-      }
-      const byte_vector bits = load_bytes(fifth);
-      two(std::integral_constant<int, 0>(), d, bits);
-      two(std::integral_constant<int, 2>(), d + 2, bits);
-      two(std::integral_constant<int, 4>(), d + 4, bits);
-      two(std::integral_constant<int, 6>(), d + 6, bits);
-    }
-  }
-
-  void convert_nibble_values(const i4* page, const i4* ahead, float* value) const {
-    const std::int64_t dims = step_.value_dim, bytes = kv_bytes_of_nibbles(dims);
-    const f16* scales = CacheView<i4>::scales_of<f16>(page, cache_.value_page);
-    for (std::int64_t n = 0; n < cache_.value_page.bytes(); n += 64) fetch(ahead + n);
-    alignas(64) float width[kLanes], least[kLanes];
-    for (std::int64_t d = 0; d < dims; d += kNibbleDims) {
-      if (d % kKvGroup == 0) {
-        store(width, load(scales + d / kKvGroup * 2 * kLanes));
-        store(least, load(scales + d / kKvGroup * 2 * kLanes + kLanes));
-      }
-      const bool both = d + kLanes < step_.width;
-      for (int j = 0; j < kLanes; ++j) {
-        f32x16 low, high;
-        load_nibbles(page + j * bytes + d / 2, low, high);
-        float* out = value + j * step_.width + d;
-        store(out, fmadd(low, broadcast(width[j]), broadcast(least[j])));
-        if (both) store(out + kLanes, fmadd(high, broadcast(width[j]), broadcast(least[j])));
       }
     }
   }
@@ -203,21 +168,10 @@ class VectorRows : public JobRows<T> {
         0, rows_, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
           if (part.begin >= part.end) return;
           constexpr decltype(&soften<1>) run[] = {nullptr, soften<1>, soften<2>, soften<3>, soften<4>};
-          if constexpr (kScaled<T>) scale(row, count, part, key_scales_);
+          if constexpr (kScaled<T>) scale_rows(scores_ + row * kTile, count, part, key_scales_);
           run[count](scores_ + row * kTile, part.begin, part.end, logit, distance, seen.largest + row, seen.sum + row);
-          if constexpr (kScaled<T>) scale(row, count, part, value_scales_);
+          if constexpr (kScaled<T>) scale_rows(scores_ + row * kTile, count, part, value_scales_);
         });
-  }
-
-  // Multiplies what rows have for each position of the tile by scales of the positions.
-  void scale(std::int64_t row, int count, const TilePart& part, const float* scales) const {
-    for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {
-      const f32x16 factor = load(scales + j);
-      for (int r = 0; r < count; ++r) {
-        float* place = scores_ + (row + r) * kTile + j;
-        store(place, load(place) * factor);
-      }
-    }
   }
 
   template <class U>
@@ -248,7 +202,7 @@ class VectorRows : public JobRows<T> {
   float *q_, *scores_;
   RowBlock* blocks_;
   std::int64_t block_count_ = 0;
-  float *rotating_, *keys32_, *values32_;
+  float *keys32_, *values32_;
   alignas(64) float key_scales_[kTile], value_scales_[kTile];
 };
 

@@ -39,17 +39,17 @@ def test_errors_are_at_most_half_a_step(dims: int, keys: bool) -> None:
     x = normal(50, 3, dims) * 10 ** normal(50, 3, 1)
     largest = np.abs(x).max(-1, keepdims=True)
     assert (np.abs(round_trip(x, "int8", keys=keys) - x) <= largest / 127 * 0.501).all()
-    spread = rotate(x) if keys else x
-    back = {d: rotate(y) if keys else y for d in QUANTIZED for y in [round_trip(x, d, keys=keys)]}
+    spread, back = rotate(x) if keys else x, round_trip(x, "float8_e4m3", keys=keys)
     scale = np.abs(spread).max(-1, keepdims=True) / 448
     half = np.maximum(np.abs(spread) / 16, scale * 2.0**-10)
-    assert (np.abs(back["float8_e4m3"] - spread) <= half * 1.01 + largest * 1e-6).all()
+    assert (np.abs((rotate(back) if keys else back) - spread) <= half * 1.01 + largest * 1e-6).all()
+    spread, back = rotate(x), rotate(round_trip(x, "int4", keys=keys))
     for start in range(0, dims, 64):
         part = np.s_[..., start : start + 64]
         low, high = spread[part].min(-1, keepdims=True), spread[part].max(-1, keepdims=True)
         step = (high - low) / (31 if keys else 15)
         room = np.maximum(np.abs(low), high) * 2.0**-10  # of rounding the least value and 15 or 31 steps to float16
-        assert (np.abs(back["int4"][part] - spread[part]) <= step * 0.51 + 2 * room + 1e-7).all()
+        assert (np.abs(back[part] - spread[part]) <= step * 0.51 + 2 * room + 1e-7).all()
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES)
@@ -57,7 +57,7 @@ def test_numbers_that_each_type_has_come_back(dtype: str) -> None:
     x = np.zeros((3, 16), np.float32)
     x[1, 3], x[2] = 1.5, -2.0
     for keys in (False, True):
-        np.testing.assert_allclose(round_trip(x, dtype, keys=keys), x, 1e-3, 1e-3)
+        np.testing.assert_allclose(round_trip(x, dtype, keys=keys), x, 1e-2, 1e-3)
     assert not round_trip(x * 1e-38, dtype, keys=False).any() or dtype in ("float32", "bfloat16")
 
 
