@@ -136,7 +136,17 @@ def _coverage(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What is known of each weight; of an engine without quantization, how it is stored."""
     if "coverage" in report:
         return list(report["coverage"])
+    if "quantization" in report:
+        return [_entry(entry) for entry in report["quantization"]["weights"]]
     return [{"name": n, "format": w["dtype"], "bytes": w["bytes"]} for n, w in report["weights"].items()]
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One of a quantization's: without a ``format`` where the weight has been ``kept`` for a reason."""
+    stored = entry.get("dtype") or entry.get("source_dtype") or "as it was"
+    known = {"format": entry.get("format", stored), "reason": entry.get("kept", "")}
+    bits = {"bits": entry["bits_per_weight"]} if "bits_per_weight" in entry else {}
+    return {**entry, **known, **bits}
 
 
 def _kinds(coverage: Sequence[Mapping[str, Any]]) -> dict[str, str]:

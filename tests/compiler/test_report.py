@@ -148,6 +148,18 @@ def test_hostile_names_are_text(engine: Engine) -> None:
     assert set(" ".join(names).split()) <= {*known, *(f"k{i}" for i in range(6))}
 
 
+def test_the_weights_of_a_quantization(engine: Engine) -> None:
+    kept = {"name": "lm_head.weight", "source_dtype": "bfloat16", "bytes": 9, "kept": "it is the head"}
+    norm = {"name": "norm.weight", "dtype": "float32", "bytes": 8, "kept": "weight of norm"}
+    made = {"name": "q_proj.weight", "source_dtype": "bfloat16", "format": "int4", "group": 64, "bits": 4}
+    made |= {"bits_per_weight": 4.25, "error": 0.0912, "output_error": 0.034, "bytes": 7}
+    report = {**contents(engine).report, "quantization": {"weights": [made, kept, norm]}}
+    shown = " ".join(Page(render(contents(engine), report, {}, None).decode()).text)
+    for word in ("int4", "4.25", "9.12 %", "3.4 %", "it is the head", "weight of norm", "All 3 weights"):
+        assert word in shown, word
+    assert "Error of each weight" in shown and "Error of each layer" in shown
+
+
 def test_the_same_input_gives_the_same_bytes(engine: Engine) -> None:
     report = hostile_report(engine, 5)
     assert len({render(contents(engine), report, {"a": 1}, hostile_figures()) for _ in range(2)}) == 1

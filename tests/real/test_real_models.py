@@ -112,6 +112,23 @@ def test_perplexity_equals_transformers(
     assert perplexity == pytest.approx(PERPLEXITY[name], abs=0.01)
 
 
+@pytest.mark.parametrize("name", PERPLEXITY)
+def test_eval_equals_the_protocol(
+    name: str, shared: Path, real_model: ModelFinder, engine: Callable[..., Path]
+) -> None:
+    """`llmc eval` on the engine and on its source model; the source is transformers itself, only cut differently."""
+    command = ["eval", str(engine(name, "auto")), "--against", str(real_model(name)), "--tokens", "24", "--json"]
+    command += ["--eval", str(shared / "data/wikitext2_test.txt"), "--context", "512", "--quiet"]
+    command += ["--gate", "ppl<=+0.1%,top1>=0.98,kl<=0.001"]
+    done = subprocess.run([sys.executable, "-P", "-m", "llmc", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["scored"], found["windows_of"]) == (8 * 511, 595)
+    assert found["comparison"]["perplexity"] == pytest.approx(PERPLEXITY[name], abs=0.001)
+    assert found["perplexity"] == pytest.approx(PERPLEXITY[name], abs=0.01)
+    assert found["generation"]["divergence"] > (20 if name.endswith("float32") else 4)
+
+
 @pytest.mark.parametrize(
     ("example", "arguments", "expected"),
     [("generate.py", (), "'The capital of France is' -> ' Paris."), ("chat.py", ("What is 2 + 2?",), "4")],
