@@ -8,7 +8,8 @@
 
 namespace llmc::LLMC_ISA {
 
-// A kind says what tiles hold, and how they are multiplied: C += A * B, numbers as in panels_amx.h.
+// A kind says what tiles hold, and how they are multiplied: with the numbers of panels_amx.h:
+// sums 0 and 1 of the first 16 rows and 2 and 3 of the others, rows 4 5, weights 6 7 (the intrinsics want literals).
 //   steps(block)          64-byte rows of B
 //   unpack(...)           writes them
 //   add(...)              what BlockScale::add does, without zeros that unpack() has subtracted
@@ -38,18 +39,18 @@ struct IntegerTiles {
     }
   }
 
-  template <int C, int A, int B>
+  template <int C>
   static LLMC_INLINE void multiply() {
     if constexpr (kSigned) {
-      if constexpr (C == 0) _tile_dpbssd(0, A, B);
-      if constexpr (C == 1) _tile_dpbssd(1, A, B);
-      if constexpr (C == 2) _tile_dpbssd(2, A, B);
-      if constexpr (C == 3) _tile_dpbssd(3, A, B);
+      if constexpr (C == 0) _tile_dpbssd(0, 4, 6);
+      if constexpr (C == 1) _tile_dpbssd(1, 4, 7);
+      if constexpr (C == 2) _tile_dpbssd(2, 5, 6);
+      if constexpr (C == 3) _tile_dpbssd(3, 5, 7);
     } else {
-      if constexpr (C == 0) _tile_dpbsud(0, A, B);
-      if constexpr (C == 1) _tile_dpbsud(1, A, B);
-      if constexpr (C == 2) _tile_dpbsud(2, A, B);
-      if constexpr (C == 3) _tile_dpbsud(3, A, B);
+      if constexpr (C == 0) _tile_dpbsud(0, 4, 6);
+      if constexpr (C == 1) _tile_dpbsud(1, 4, 7);
+      if constexpr (C == 2) _tile_dpbsud(2, 5, 6);
+      if constexpr (C == 3) _tile_dpbsud(3, 5, 7);
     }
   }
 
@@ -69,12 +70,12 @@ struct Bfloat16Tiles {
     expand<F, Z, true>(w, panel, block, out);
   }
 
-  template <int C, int A, int B>
+  template <int C>
   static LLMC_INLINE void multiply() {
-    if constexpr (C == 0) _tile_dpbf16ps(0, A, B);
-    if constexpr (C == 1) _tile_dpbf16ps(1, A, B);
-    if constexpr (C == 2) _tile_dpbf16ps(2, A, B);
-    if constexpr (C == 3) _tile_dpbf16ps(3, A, B);
+    if constexpr (C == 0) _tile_dpbf16ps(0, 4, 6);
+    if constexpr (C == 1) _tile_dpbf16ps(1, 4, 7);
+    if constexpr (C == 2) _tile_dpbf16ps(2, 5, 6);
+    if constexpr (C == 3) _tile_dpbf16ps(3, 5, 7);
   }
 
   using Scale = BlockScale<Z == Zero::offset ? Zero::offset : Zero::middle>;
@@ -169,12 +170,12 @@ class QuantizedTiles {
     for (std::int64_t t = 0; t < steps; ++t) {
       _tile_loadd(4, x + t * 64, stride);
       _tile_loadd(6, weights + t * 1024, 64);
-      Kind::template multiply<0, 4, 6>();
+      Kind::template multiply<0>();
       if constexpr (kTwo) _tile_loadd(5, x + t * 64 + 16 * stride, stride);
-      if constexpr (kTwo) Kind::template multiply<2, 5, 6>();
+      if constexpr (kTwo) Kind::template multiply<2>();
       if constexpr (P > 1) _tile_loadd(7, weights + kTiles * 1024 + t * 1024, 64);
-      if constexpr (P > 1) Kind::template multiply<1, 4, 7>();
-      if constexpr (P > 1 && kTwo) Kind::template multiply<3, 5, 7>();
+      if constexpr (P > 1) Kind::template multiply<1>();
+      if constexpr (P > 1 && kTwo) Kind::template multiply<3>();
     }
     store_tile<0>(reinterpret_cast<float*>(sums_[0]), 64);
     if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums_[1]), 64);
