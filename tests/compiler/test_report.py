@@ -144,7 +144,7 @@ def test_hostile_names_are_text(engine: Engine) -> None:
     assert "\x00" not in text and "\u202e" not in text and "{{ 7 * 7 }}" in text
     assert "\\u{202e}\\u{0}\\u{d800}" in text
     names = [value for name, value in page.attributes if name == "class"]
-    known = ["tiles", "columns", "soft", "plot", "scale", "ends", "legend", "flat", "ok", "failed"]
+    known = ["tiles", "columns", "soft", "plot", "scale", "ends", "legend", "flat", "ok", "failed", "n", "ours"]
     assert set(" ".join(names).split()) <= {*known, *(f"k{i}" for i in range(6))}
 
 
