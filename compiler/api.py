@@ -24,12 +24,14 @@ from llmc.compiler.quantize.build import Result as Quantized
 from llmc.compiler.quantize.build import predicted, quantized
 from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.decisions import plan as plan_quantization
+from llmc.compiler.quantize.imported import Imported, keep_quantized
 from llmc.compiler.quantize.samples import calibration_tokens
 from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
 from llmc.compiler.targets.base import Target, find_target
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.compiler.trace import TracedProgram, trace
+from llmc.errors import UsageError
 from llmc.runtime import manifest
 from llmc.runtime.manifest import KvCacheSpec, ModelFacts
 
@@ -49,6 +51,9 @@ class Compiled:
     kv_dtype: str
     planned: Planned | None = None
     """What is to be quantized; ``lowered`` then has tensors of the right sizes, without numbers."""
+
+    imported: Imported | None = None
+    """Weights that the checkpoint stores quantized."""
 
     @property
     def estimate(self) -> Estimate:
@@ -133,7 +138,8 @@ def build_engine(
 def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) -> Checkpoint:
     """Open the model and pass on its warnings."""
     progress.step("reading the model")
-    checkpoint = Checkpoint.open(model, allow_hard_links=config.allow_hard_links)
+    dequantize = config.dequantize or config.quantization_recipe is not None
+    checkpoint = Checkpoint.open(model, allow_hard_links=config.allow_hard_links, dequantize=dequantize)
     for warning in checkpoint.warnings:
         progress.note(warning)
     return checkpoint
@@ -163,10 +169,14 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     graph = make_graph(program, checkpoint.weight)
     progress.step("lowering")
     steps = lower_steps(graph, target, dtype)
-    recipe, planned = config.quantization_recipe, None
+    recipe, planned, imported = config.quantization_recipe, None, None
+    parameters = {name: checkpoint.weight(name) for name in checkpoint.names}
     if recipe is not None:
-        parameters = {name: checkpoint.weight(name) for name in checkpoint.names}
         planned = plan_quantization(steps, parameters, recipe, config.compute)
+    else:
+        imported = keep_quantized(steps, parameters, config.compute)
+        steps = steps if imported is None else imported.graph
+        _note_floats(config, imported, progress)
     lowered = plan_steps(steps if planned is None else predicted(planned), target, limits)
     return Compiled(
         checkpoint,
@@ -179,7 +189,18 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         dtype,
         kv_dtype,
         planned,
+        imported,
     )
+
+
+def _note_floats(config: BuildConfig, imported: Imported | None, progress: Progress) -> None:
+    """Say what of a quantized checkpoint became floats. Raises UsageError for a --compute that nothing follows."""
+    if (imported is None or not imported.kept) and config.compute != "auto":
+        raise UsageError(f"--compute {config.compute}: no weights are quantized; --quant METHOD does that")
+    lost = [] if imported is None else imported.lost
+    if lost:
+        names = ", ".join(site.label for site in lost[:3]) + (", ..." if len(lost) > 3 else "")
+        progress.note(f"{len(lost)} weights are dequantized, since their parts are quantized in several ways: {names}")
 
 
 @contextmanager
@@ -225,6 +246,9 @@ def _contents(
         model = replace(model, quantization=quantization.text)
         recipe["quantization"] = quantization.recipe
         report["quantization"] = quantization.report(compiled.lowered)
+    elif compiled.imported is not None and compiled.imported.kept:
+        model = replace(model, quantization=compiled.imported.text)
+        report["coverage"] = compiled.imported.coverage(compiled.lowered.weights)
     return EngineContents(
         target=compiled.target.name,
         limits=manifest.Limits(**vars(compiled.limits)),

@@ -37,6 +37,11 @@ def _options() -> list[Callable[[Command], Command]]:
             callback=_help,
             help="List all methods and options.",
         ),
+        click.option(
+            "--dequantize",
+            is_flag=True,
+            help="Make floats of weights that the checkpoint stores quantized (GGUF, AWQ, GPTQ, ...).",
+        ),
         click.option("--recipe", type=file, help="A YAML file with all of it, and rules for single weights."),
         click.option(
             "--compute",

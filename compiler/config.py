@@ -45,9 +45,11 @@ class BuildConfig:
     """What the user asks for.
 
     ``max_seq_len`` None: the model's limit, at most DEFAULT_MAX_SEQ_LEN. ``dtype`` and ``kv_dtype`` "auto": that of the
-    checkpoint, and that of the weights. ``quantization``: a method with its options. ``recipe``: a file with all of a
-    quantization, to which the options after it add. ``calib``: a file, ``builtin`` or ``self``; ``calib_samples`` 0: as
-    many as the text has, up to 128; ``calib_length`` None: 512, or what the engine takes if that is less.
+    checkpoint, and that of the weights. ``quantization``: a method with its options. ``dequantize``: make floats of
+    weights that the checkpoint stores quantized; otherwise their codes are kept, unless they are quantized anew.
+    ``recipe``: a file with all of a quantization, to which the options after it add. ``calib``: a file, ``builtin`` or
+    ``self``; ``calib_samples`` 0: as many as the text has, up to 128; ``calib_length`` None: 512, or what the engine
+    takes if that is less.
     """
 
     target: str = "cpu"
@@ -57,6 +59,7 @@ class BuildConfig:
     max_batch_tokens: int = 512
     max_sequences: int = 64
     quantization: str = "none"
+    dequantize: bool = False
     allow_hard_links: bool = False
     recipe: Path | None = None
     compute: str = "auto"

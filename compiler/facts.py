@@ -40,6 +40,7 @@ OPTIONS = (
     "max_batch_tokens",
     "max_sequences",
     "quantization",
+    "dequantize",
     "allow_hard_links",
 )
 """Those that recipe.json lists; a quantization has a section of its own."""

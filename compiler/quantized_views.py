@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.quantized_weights import Plain, QuantizedSource, in_order
+from llmc.compiler.quantized_weights import Plain, QuantizedSource, in_order, is_quantized
 from llmc.compiler.weights import Cast, Concat, Reshape, Sized, Slice, Stack, Transpose, WeightSource, numpy_dtype
 from llmc.quantization.base import BITS, Quantized, Scheme
 
@@ -101,14 +101,28 @@ class Rows(Sized):
 
 def find_quantized(source: WeightSource) -> QuantizedSource | None:
     """The source as quantized rows; None if it holds other numbers, or not in one form, or its columns were moved."""
-    if isinstance(source, QuantizedSource):
+    if is_quantized(source):
         return source
     found = _trace(source)
     if found is None or found.columns_axis != found.index.ndim:
         return None
-    parts = found.parts
+    parts, index = _used(found)
     form = _common_form(parts)
-    return None if form is None else Rows(parts, found.index, *form)
+    return None if form is None else Rows(parts, index, *form)
+
+
+def _used(found: _Traced) -> tuple[tuple[QuantizedSource, ...], Places]:
+    """Without the parts of which no row is left."""
+    ends = np.cumsum([_count(part) for part in found.parts])
+    home = np.searchsorted(ends, found.index, side="right")
+    numbers = np.unique(home)
+    if len(numbers) in (0, len(found.parts)):
+        return found.parts, found.index
+    parts = tuple(found.parts[number] for number in numbers)
+    sizes = [_count(part) for part in parts]
+    moved = np.zeros(len(found.parts), np.int64)
+    moved[numbers] = np.cumsum([0, *sizes[:-1]]) - (ends[numbers] - sizes)
+    return parts, found.index + moved[home]
 
 
 def key_of_order(source: QuantizedSource) -> bytes | None:
@@ -155,7 +169,7 @@ class _Traced:
 
 
 def _trace(source: WeightSource) -> _Traced | None:
-    if isinstance(source, QuantizedSource):
+    if is_quantized(source):
         lead = source.shape[:-1]
         return _Traced((source,), np.arange(math.prod(lead), dtype=np.int64).reshape(lead), len(lead))
     tracer = _TRACERS.get(type(source))

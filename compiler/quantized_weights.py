@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,6 @@ MAX_GROUP = 256
 GROUP_STEP = 16
 
 
-@runtime_checkable
 class QuantizedSource(WeightSource, Protocol):
     """A weight [..., rows, columns] of codes, read in ranges of all its rows.
 
@@ -54,6 +54,11 @@ class QuantizedSource(WeightSource, Protocol):
     def scale_rows(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any] | None]:
         """Scales and zero points of these rows, without the codes where that is less work."""
         ...
+
+
+def is_quantized(source: WeightSource) -> TypeGuard[QuantizedSource]:
+    """Whether a source gives codes. Nothing is read."""
+    return hasattr(source, "quantized_rows")
 
 
 def grouped(
@@ -118,7 +123,7 @@ class Grouped(Sized):
         """The dtype of the zero points."""
         return None if self.zeros is None else self.zeros.dtype
 
-    @property
+    @cached_property
     def scale_dtype(self) -> str:
         """Float16 if the checkpoint has that, or numbers that fit."""
         if self.scale.dtype == "float16":

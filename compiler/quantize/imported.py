@@ -102,9 +102,10 @@ def keep_quantized(graph: LoweredGraph, parameters: Mapping[str, WeightSource], 
     """
     if not any(_has_codes(source) for source in parameters.values()):
         return None
-    for site in find_sites(graph, parameters):
+    merged = graph
+    for site in find_sites(merged, parameters):
         groups = _split(site)
-        if len(groups) > 1 and all(graph.steps[number].op == "linear" for number, _ in site.readers):
+        if len(groups) > 1 and all(merged.steps[number].op == "linear" for number, _ in site.readers):
             graph = split_parts(graph, site, groups)
     sites = find_sites(graph, parameters)
     found = {site.name: source for site in sites if (source := find_quantized(site.source)) is not None}
@@ -213,7 +214,8 @@ def _weight(name: str, source: QuantizedSource, compute: str) -> QuantizedWeight
     if source.zero is not None:
         tensors[ZERO] = _Zeros(name + ZERO, source)
     chosen = compute_for(scheme.format, compute)
-    return QuantizedWeight(scheme.format, scheme.group, chosen, scheme.x_group, tensors, source.shape[-1])
+    x_group = scheme.x_group if chosen == "int8" else 0
+    return QuantizedWeight(scheme.format, scheme.group, chosen, x_group, tensors, source.shape[-1])
 
 
 @dataclass(frozen=True, eq=False)

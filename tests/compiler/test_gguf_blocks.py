@@ -15,7 +15,7 @@ from llmc.compiler.gguf_blocks import TYPES, QuantizedBlocks, quantized
 from llmc.compiler.gguf_file import BLOCKS, GgufFile
 from llmc.compiler.model_directory import ModelDirectory
 from llmc.compiler.quantized_views import find_quantized
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import Reshape, Transpose, read
 
 
@@ -40,7 +40,7 @@ def test_all_types_have_codes() -> None:
 @pytest.mark.parametrize("name", TYPES)
 def test_bit_equal_to_the_library(tmp_path: Path, name: str) -> None:
     tensor, expected = blocks_of(tmp_path, name)
-    assert isinstance(tensor, QuantizedSource)
+    assert is_quantized(tensor)
     np.testing.assert_array_equal(read(tensor), expected)
     for start, stop in ((0, 12), (5, 6), (3, 3)):
         found = tensor.quantized_rows(start, stop)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmc.compiler.quantized_views import common_scheme, dequantized, find_quantized, quantized_parts, recast
-from llmc.compiler.quantized_weights import Plain, QuantizedSource, describe, grouped
+from llmc.compiler.quantized_weights import Plain, QuantizedSource, describe, grouped, is_quantized
 from llmc.compiler.weights import Array, Cast, Concat, Reshape, Slice, Stack, Transpose, WeightSource, read
 from llmc.quantization.base import Scheme
 
@@ -30,7 +30,7 @@ def weight(
         "float32": Array(random.normal(size=(rows, count)).astype(np.float32)),
     }[zero]
     found = grouped(codes, scale, zeros, format, group, (rows, columns), "float32")
-    assert isinstance(found, QuantizedSource)
+    assert is_quantized(found)
     return found
 
 
@@ -120,6 +120,22 @@ def test_forms_that_hold_both_exactly(parts: list[QuantizedSource], form: tuple[
     np.testing.assert_array_equal(found.quantized_rows(9, 14).dequantize(), read(view)[9:14])
 
 
+def test_parts_that_are_cut_off_do_not_matter() -> None:
+    """Rows of one part are in its own form, whatever the others are."""
+    parts = [weight(seed=1), weight(seed=2, format="int8", zero="uint8"), weight(seed=3)]
+    view = Slice(Concat(tuple(parts)), (slice(14, 20),))
+    found = find_quantized(view)
+    assert found is not None
+    assert (found.scheme.format, found.zero) == ("int8", "uint8")
+    np.testing.assert_array_equal(found.quantized_rows(1, 5).dequantize(), read(parts[1])[3:7])
+    outer = find_quantized(Slice(Concat(tuple(parts)), (slice(6, None, 24),)))
+    assert outer is not None
+    assert (outer.scheme.format, outer.zero) == ("int4", None)
+    np.testing.assert_array_equal(
+        outer.quantized_rows(0, 2).dequantize(), np.stack([read(parts[0])[6], read(parts[2])[6]])
+    )
+
+
 def test_recast() -> None:
     small, large = weight(group=32, zero="uint8"), weight(format="int8", group=16)
     scheme = common_scheme([small, large])
@@ -156,7 +172,7 @@ def ordered(seed: int, shift: int) -> QuantizedSource:
     codes, scale = random.integers(0, 16, (5, 32)).astype(np.uint8), random.uniform(0.1, 1, (5, 2)).astype(np.float16)
     places = np.roll(np.arange(32), shift)
     found = grouped(Array(codes), Array(scale), None, "int4", 16, (5, 32), "float32", places)
-    assert isinstance(found, QuantizedSource)
+    assert is_quantized(found)
     return found
 
 
@@ -175,7 +191,7 @@ def test_columns_in_act_order() -> None:
 def test_sizes_of_groups_that_the_engine_lacks() -> None:
     codes, scale = Array(np.zeros((4, 40), np.uint8)), Array(np.ones((4, 2), np.float32))
     odd = grouped(codes, scale, None, "int4", 20, (4, 40), "float32")
-    assert not isinstance(odd, QuantizedSource)
+    assert not is_quantized(odd)
     np.testing.assert_array_equal(read(odd), np.full((4, 40), -8, np.float32))
 
 

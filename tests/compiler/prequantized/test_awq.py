@@ -10,7 +10,7 @@ import pytest
 from quantized_files import AWQ, pack_awq, write_quantized
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import read
 from llmc.errors import LlmcError
 
@@ -24,7 +24,7 @@ def test_values_and_codes(tmp_path: Path, group: int) -> None:
         source = checkpoint.weight(name)
         np.testing.assert_array_equal(read(source).astype(np.float32), expected[name].astype(np.float32))
         if name.endswith("proj.weight"):
-            assert isinstance(source, QuantizedSource)
+            assert is_quantized(source)
             assert (source.dtype, source.scheme.format, source.scale_dtype) == ("float16", "int4", "float16")
             assert source.scheme.group == max(group, 0)
             rows = source.quantized_rows(3, 29).dequantize().astype(np.float16)
@@ -38,7 +38,7 @@ def test_dequantized_on_request(tmp_path: Path) -> None:
     expected = write_quantized(tmp_path, AWQ, pack_awq)
     checkpoint = Checkpoint.open(tmp_path, dequantize=True)
     name = "model.layers.1.mlp.down_proj.weight"
-    assert not isinstance(checkpoint.weight(name), QuantizedSource)
+    assert not is_quantized(checkpoint.weight(name))
     np.testing.assert_array_equal(checkpoint.weight(name).rows(5, 60).astype(np.float32), expected[name][5:60])
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quantized_files import Packed, write_quantized
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import read
 from llmc.errors import LlmcError
 
@@ -41,7 +41,7 @@ def test_int8(tmp_path: Path) -> None:
         source = checkpoint.weight(name)
         np.testing.assert_array_equal(read(source).astype(np.float32), expected[name].astype(np.float32))
     kept = checkpoint.weight(NAME)
-    assert isinstance(kept, QuantizedSource)
+    assert is_quantized(kept)
     np.testing.assert_allclose(kept.quantized_rows(0, 64).dequantize(), expected[NAME], rtol=5e-4, atol=1e-7)
 
 

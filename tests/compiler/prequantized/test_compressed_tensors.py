@@ -21,7 +21,7 @@ from quantized_files import (
 )
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import read
 from llmc.errors import LlmcError
 
@@ -35,7 +35,7 @@ def check(path: Path, expected: dict[str, NDArray[Any]], quantized: bool = True)
         source = checkpoint.weight(name)
         np.testing.assert_array_equal(read(source).astype(np.float32), expected[name].astype(np.float32), name)
         if name.endswith("proj.weight") and quantized:
-            assert isinstance(source, QuantizedSource), name
+            assert is_quantized(source), name
             rows = source.quantized_rows(1, source.shape[0]).dequantize().astype(read(source).dtype)
             np.testing.assert_array_equal(rows.astype(np.float32), expected[name][1:], name)
     return checkpoint
@@ -51,7 +51,7 @@ def test_packed(tmp_path: Path, bits: int, group: int, symmetric: bool) -> None:
         tmp_path, values, lambda w, r: pack_compressed(w, r, bits, group, symmetric), "bfloat16", **sizes
     )
     source = check(tmp_path, expected).weight(NAME)
-    assert isinstance(source, QuantizedSource)
+    assert is_quantized(source)
     assert (source.scheme.format, source.scheme.group) == ("int8" if bits == 8 else "int4", group)
     assert source.zero == (None if symmetric else "uint8")
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from quantized_files import FP8, Packed, pack_fp8, write_quantized
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import read
 from llmc.errors import LlmcError
 
@@ -29,7 +29,7 @@ def test_values_and_codes(tmp_path: Path, block: tuple[int, int] | None) -> None
         source = checkpoint.weight(name)
         np.testing.assert_array_equal(read(source).astype(np.float32), expected[name].astype(np.float32), name)
         if name.endswith("proj.weight"):
-            assert isinstance(source, QuantizedSource)
+            assert is_quantized(source)
             assert (source.scheme.format, source.zero, source.dtype) == ("fp8", None, "bfloat16")
             rows = source.quantized_rows(7, 20).dequantize().astype(ml_dtypes.bfloat16)
             np.testing.assert_array_equal(rows.astype(np.float32), expected[name][7:20])

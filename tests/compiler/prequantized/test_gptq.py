@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quantized_files import GPTQ, Packed, pack_gptq, pack_words, plain_values, random_codes, write_quantized
 
 from llmc.compiler.checkpoint import Checkpoint
-from llmc.compiler.quantized_weights import QuantizedSource
+from llmc.compiler.quantized_weights import is_quantized
 from llmc.compiler.weights import read
 from llmc.errors import LlmcError
 
@@ -29,7 +29,7 @@ def test_values_and_codes(tmp_path: Path, bits: int, version: str) -> None:
         source = checkpoint.weight(name)
         np.testing.assert_array_equal(read(source).astype(np.float32), expected[name].astype(np.float32))
         if name.endswith("proj.weight"):
-            assert isinstance(source, QuantizedSource)
+            assert is_quantized(source)
             assert (source.scheme.format, source.zero) == ("int8" if bits == 8 else "int4", "uint8")
             rows = source.quantized_rows(0, source.shape[0]).dequantize().astype(np.float16)
             np.testing.assert_array_equal(rows.astype(np.float32), expected[name])
@@ -79,7 +79,7 @@ def test_act_order(tmp_path: Path, group: int) -> None:
         values = read(checkpoint.weight(name)).astype(np.float32)
         np.testing.assert_array_equal(values, expected[name].astype(np.float32))
     kept = checkpoint.weight(NAME)
-    assert isinstance(kept, QuantizedSource)
+    assert is_quantized(kept)
     assert kept.order is not None
     rows = kept.quantized_rows(2, 9)
     np.testing.assert_array_equal(rows.dequantize().astype(np.float16), expected[NAME][2:9][:, kept.order])
@@ -102,7 +102,7 @@ def test_groups_of_odd_sizes(tmp_path: Path) -> None:
 
     expected = write_quantized(tmp_path, GPTQ | {"checkpoint_format": "gptq_v2"}, uneven)
     checkpoint = Checkpoint.open(tmp_path)
-    assert not isinstance(checkpoint.weight(NAME), QuantizedSource)
+    assert not is_quantized(checkpoint.weight(NAME))
     np.testing.assert_array_equal(read(checkpoint.weight(NAME)).astype(np.float32), expected[NAME])
     assert any("other sizes than group_size says" in warning for warning in checkpoint.warnings)
 
@@ -111,7 +111,7 @@ def test_one_group_for_a_row(tmp_path: Path) -> None:
     """MTH-31: a group_size of -1 is one group for each output."""
     expected = write_quantized(tmp_path, GPTQ | {"group_size": -1}, lambda w, r: pack_gptq(w, r, group=-1))
     source = Checkpoint.open(tmp_path).weight(NAME)
-    assert isinstance(source, QuantizedSource)
+    assert is_quantized(source)
     assert source.scheme.group == 0
     np.testing.assert_array_equal(read(source).astype(np.float32), expected[NAME])
 
@@ -122,7 +122,7 @@ def test_groups_that_are_too_large_become_several(tmp_path: Path) -> None:
     config = GPTQ | {"group_size": 1024}
     expected = write_quantized(tmp_path, config, lambda w, r: pack_gptq(w, r, group=1024), **sizes)
     source = Checkpoint.open(tmp_path).weight(NAME)
-    assert isinstance(source, QuantizedSource)
+    assert is_quantized(source)
     assert source.scheme.group == 256
     rows = source.quantized_rows(0, 64)
     assert rows.scale.shape == (64, 5)
