@@ -1,4 +1,7 @@
-"""llmc diff: an engine beside its Hugging Face model, module by module; names the first step that differs."""
+"""llmc diff: an engine beside its Hugging Face model, module by module.
+
+Names the first step that differs, and where a quantization does most damage.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest difference that passes, as a share of the largest number of the module's output, by the weights' dtype."""
 
+RANKED = 10
+"""Places that are shown of a quantized engine, which is not held to a tolerance unless one is given."""
+
+LINEAR = ("linear", "quantized_linear")
+
 DECODED = 2
 """So many of the last tokens are run one by one, after the others in one chunk."""
 
@@ -40,6 +48,8 @@ class Difference:
     """Largest absolute difference."""
     magnitude: float
     """Largest absolute number of the reference."""
+    share: float
+    """Euclidean length of the difference as a share of that of the reference."""
 
     @property
     def relative(self) -> float:
@@ -47,12 +57,24 @@ class Difference:
         return self.difference / max(self.magnitude, 1e-30)
 
 
+@dataclass(frozen=True)
+class Damage:
+    """What a part of the model adds to the error of the sums that run through it (prefill)."""
+
+    module: str
+    """The module that was added to the sum."""
+    share: float
+    """Error of the sum afterwards, as a share of it."""
+    added: float
+    """So much more than before."""
+
+
 def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[Difference]:
     """Run a prompt through both, and yield each output that has a counterpart, in the order of the plan.
 
     All but the last DECODED tokens run as one chunk (prefill), those one by one (decode). A module has a counterpart
     where its output survives as a value of the plan: linears (merged ones as a whole), norms, embeddings, and the sums
-    that norms read.
+    that norms read. Where a quantization has moved factors between weights, only sums and logits do.
 
     Raises:
         UsageError: the prompt is too short or too long for the engine.
@@ -60,7 +82,7 @@ def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[D
     limit = min(engine.limits.max_seq_len, engine.limits.max_batch_tokens)
     if not DECODED < len(ids) <= limit:
         raise UsageError(f"the prompt has {len(ids)} tokens; expected {DECODED + 1} to {limit}")
-    reference = _Reference(model, ids)
+    reference, rescaled = _Reference(model, ids), _is_rescaled(engine)
     runs = [("prefill", 0, len(ids) - DECODED)]
     runs += [("decode", start, start + 1) for start in range(len(ids) - DECODED, len(ids))]
     from llmc.runtime.devices.cpu import CpuExecutor
@@ -71,6 +93,8 @@ def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[D
         batch = _batch(ids, begin, end, blocks)
         for number, step in enumerate(engine.plan.steps):
             counterparts = list(reference.outputs_of(step.op, step.module, len(step.outputs)))
+            if rescaled and step.outputs[-1] != engine.plan.logits:
+                counterparts = [found for found in counterparts if step.op == "add_norm" and found[0] == 0]
             if not counterparts:
                 continue
             executor.run(batch, number + 1)
@@ -88,8 +112,35 @@ def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[D
                     phase=phase,
                     difference=float(abs(found - rows).max()),
                     magnitude=float(abs(rows).max()),
+                    share=_length(found - rows) / max(_length(rows), 1e-30),
                 )
         executor.run(batch)
+
+
+def rank(engine: Engine, differences: Sequence[Difference]) -> list[Damage]:
+    """The parts of the model by the error that they add, the worst first."""
+    makers = {name: number for number, step in enumerate(engine.plan.steps) for name in step.outputs}
+    result, before = [], 0.0
+    for d in differences:
+        step = engine.plan.steps[d.step]
+        if d.phase == "prefill" and step.op == "add_norm" and d.value == step.outputs[0]:
+            names = [str(name).partition(":")[0] for name in step.inputs[:2]]  # of a view, what it looks at
+            made = [makers[name] for name in names if name in makers]
+            new = [number for number in made if engine.plan.steps[number].op not in ("add_norm", "gather")]
+            module = engine.plan.steps[max(new or made, default=d.step)].module
+            result.append(Damage(module, d.share, d.share - before))
+            before = d.share
+    return sorted(result, key=lambda damage: -damage.added)
+
+
+def _is_rescaled(engine: Engine) -> bool:
+    """Whether factors were moved from inputs into weights, so that values in between are not those of the model."""
+    report = json.loads(engine.read("report.json") or b"{}")
+    return any("scales" in weight for weight in report.get("quantization", {}).get("weights", ()))
+
+
+def _length(values: NDArray[np.float32]) -> float:
+    return float(sum((values.astype("float64") ** 2).sum(1)) ** 0.5)
 
 
 def _batch(ids: Sequence[int], begin: int, end: int, blocks: int) -> Any:
@@ -115,16 +166,9 @@ class _Reference:
         import torch
 
         from llmc.compiler.checkpoint import Checkpoint
-        from llmc.compiler.families.base import all_fixes
-        from llmc.compiler.model import build_model, model_class
+        from llmc.compiler.evaluation.source_model import load_model
 
-        checkpoint = Checkpoint.open(model)
-        fix = all_fixes().get(model_class(checkpoint.config).__name__)
-        module = build_model(checkpoint.config, fix.reference if fix else "eager")
-        with torch.no_grad():
-            for name, tensor in module.state_dict().items():
-                source = checkpoint.weight(name)
-                tensor.copy_(torch.from_numpy(source.rows(0, source.shape[0]).astype("float32")))
+        module = load_model(Checkpoint.open(model))
         self._read: dict[str, NDArray[np.float32]] = {}
         self._wrote: dict[str, NDArray[np.float32]] = {}
         self._linears: set[str] = set()
@@ -153,7 +197,7 @@ class _Reference:
         """(output of the step, what the module has for it)."""
         if op == "add_norm" and module in self._read:
             yield 0, self._read[module]
-        if op in ("linear", "norm", "add_norm", "embedding") and module in self._wrote:
+        if op in (*LINEAR, "norm", "add_norm", "embedding") and module in self._wrote:
             yield count - 1, self._wrote[module]
 
     def matching(self, first: NDArray[np.float32], width: int, module: str) -> NDArray[np.float32] | None:
@@ -174,11 +218,12 @@ class _Reference:
         return None
 
 
-def report(differences: Sequence[Difference], tolerance: float) -> Mapping[str, Any]:
-    """What is printed as JSON."""
-    first = next((d for d in differences if not d.relative <= tolerance), None)
+def report(differences: Sequence[Difference], ranking: Sequence[Damage], tolerance: float | None) -> Mapping[str, Any]:
+    """What is printed as JSON. ``tolerance`` None: nothing counts as different."""
+    first = None if tolerance is None else next((d for d in differences if not d.relative <= tolerance), None)
     return {
         "tolerance": tolerance,
+        "ranking": [asdict(damage) for damage in ranking],
         "compared": [asdict(d) | {"relative": d.relative} for d in differences],
         "first_difference": None if first is None else asdict(first) | {"relative": first.relative},
     }
@@ -189,7 +234,10 @@ def report(differences: Sequence[Difference], tolerance: float) -> Mapping[str, 
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", default="The quick brown fox jumps over the lazy dog", show_default=True)
 @click.option("--ids", help="Token ids instead of a text, separated by commas.")
-@click.option("--tolerance", type=float, help="As a share of the largest number of each output. [default: by dtype]")
+@click.option(
+    "--tolerance", type=float, help="Of the largest number of each output. [default: by dtype; quantized: none]"
+)
+@click.option("--rank", "ranked", type=click.IntRange(0), help="Show where most error is added. [quantized: 10 places]")
 @click.option("--all", "show_all", is_flag=True, help="Print every comparison, not the worst of each phase only.")
 @click.option("--json", "as_json", is_flag=True, help="Print every comparison as JSON.")
 def diff(
@@ -198,24 +246,30 @@ def diff(
     prompt: str,
     ids: str | None,
     tolerance: float | None,
+    ranked: int | None,
     show_all: bool,
     as_json: bool,
 ) -> None:
     """Compare an engine with the Hugging Face model that it was built from, module by module, in float32.
 
-    Exit status 3 if they differ; the first step that does is named.
+    Exit status 3 if they differ; the first step that does is named. A quantized engine always differs: the parts that
+    add most error are shown.
     """
     from llmc.runtime.engine import load_engine
 
     engine = load_engine(engine_dir)
-    tolerance = TOLERANCES[engine.model.dtype] if tolerance is None else tolerance
+    is_quantized = bool(engine.model.quantization)
+    if tolerance is None and not is_quantized:
+        tolerance = TOLERANCES[engine.model.dtype]
     found = list(compare(engine, model, _token_ids(engine, prompt, ids)))
-    result = report(found, tolerance)
+    ranking = rank(engine, found)
+    result = report(found, ranking, tolerance)
     if as_json:
         json.dump(result, sys.stdout, indent=1)
         click.echo()
     else:
         _print(found, tolerance, show_all)
+        _print_ranking(ranking[: ranked if ranked is not None else RANKED if is_quantized else 0])
     if first := result["first_difference"]:
         raise GateError(
             f"step {first['step']}, llmc::{first['op']} of {first['module']} ({first['phase']}): differs by "
@@ -234,17 +288,40 @@ def _token_ids(engine: Engine, prompt: str, ids: str | None) -> list[int]:
         raise UsageError(f"--ids {ids}: expected numbers separated by commas") from None
 
 
-def _print(found: Sequence[Difference], tolerance: float, show_all: bool) -> None:
+def _print(found: Sequence[Difference], tolerance: float | None, show_all: bool) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{len(found)} outputs compared, tolerance {tolerance:g}")
+    limit = "no tolerance" if tolerance is None else f"tolerance {tolerance:g}"
+    table = Table(title=f"{len(found)} outputs compared, {limit}")
     for column in ("phase", "step", "op", "module", "difference", "largest", "relative"):
         table.add_column(column, overflow="fold")
-    shown = found if show_all else [max(_of(found, p), key=lambda d: d.relative) for p in ("prefill", "decode")]
+    shown = (
+        found
+        if show_all
+        else [max(part, key=lambda d: d.relative) for p in ("prefill", "decode") if (part := _of(found, p))]
+    )
     for d in shown:
         cells = (d.phase, str(d.step), d.op, d.module, f"{d.difference:.3g}", f"{d.magnitude:.3g}", f"{d.relative:.2g}")
-        table.add_row(*cells, style=None if d.relative <= tolerance else "red")
+        table.add_row(
+            *map(escape, cells), style="red" if tolerance is not None and not d.relative <= tolerance else None
+        )
+    Console().print(table)
+
+
+def _print_ranking(ranking: Sequence[Damage]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not ranking:
+        return
+    table = Table(title="where most error is added")
+    for column in ("module", "error added", "error then"):
+        table.add_column(column, overflow="fold", justify="left" if column == "module" else "right")
+    for damage in ranking:
+        table.add_row(escape(damage.module), f"{damage.added * 100:+.3g} %", f"{damage.share * 100:.3g} %")
     Console().print(table)
 
 
