@@ -13,9 +13,22 @@ LENGTH = 100
 NEIGHBOURS = 15
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+TYPES = [
+    ("float32", "auto"),
+    ("bfloat16", "auto"),
+    ("float16", "auto"),
+    ("bfloat16", "float8_e4m3"),
+    ("bfloat16", "int8"),
+    ("float32", "int4"),
+]
+"""Of weights, and of keys and values."""
+
+
+@pytest.fixture(scope="module", params=TYPES, ids="-".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    _, path = engines.build(engines.small_llama(), tmp_path_factory.mktemp(request.param), dtype=request.param)
+    dtype, kv_dtype = request.param
+    folder = tmp_path_factory.mktemp("-".join(request.param))
+    _, path = engines.build(engines.small_llama(), folder, dtype=dtype, kv_dtype=kv_dtype)
     return load_engine(path)
 
 

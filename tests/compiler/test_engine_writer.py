@@ -25,6 +25,7 @@ from llmc.compiler.engine_writer import ArrayTensor
 from llmc.compiler.progress import Progress
 from llmc.errors import CheckpointError, CompileError, ResourceError, UsageError
 from llmc.plugins.linear import packing
+from llmc.plugins.paged_attention.storage import bytes_per_position
 from llmc.runtime import selftest
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
@@ -228,8 +229,16 @@ def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_kv_cache_has_a_dtype_of_its_own(tmp_path: Path) -> None:
-    build_engine(write_llama(tmp_path / "model"), tmp_path / "engine", BuildConfig(kv_dtype="float16"))
-    assert load_engine(tmp_path / "engine").kv_cache.dtype == "float16"
+    model = write_llama(tmp_path / "model")
+    for given, stored in (("float16", "float16"), ("fp8", "float8_e4m3"), ("int8", "int8"), ("int4", "int4")):
+        build_engine(model, tmp_path / given, BuildConfig(kv_dtype=given))
+        engine = load_engine(tmp_path / given)
+        assert engine.kv_cache.dtype == stored
+        assert engine.kv_bytes_per_token == sum(
+            slot.kv_heads * bytes_per_position(stored, slot.key_dim, slot.value_dim) for slot in engine.plan.kv_slots
+        )
+    with pytest.raises(UsageError, match="int3: unknown; known: auto, float32, .*, float8_e4m3, int8, int4"):
+        BuildConfig(kv_dtype="int3")
 
 
 def test_a_disk_that_is_too_small_is_found_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from llmc.plugins import kernels
 from llmc.runtime.devices import make_executor
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
+from llmc.runtime.verification import KV_TOLERANCES
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 5e-3, "float16": 1e-3}
 """bfloat16 rounds activations and keys: a sum that differs in its last bit can round the other way."""
@@ -30,6 +31,22 @@ def test_kernels_give_what_references_give(name, dtype, tmp_path):
         difference = np.abs(logits - reference[key])
         assert np.median(difference) < TOLERANCE[dtype]
         assert difference.max() < 20 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TOLERANCES)
+def test_quantized_caches_give_what_the_references_give(kv_dtype, tmp_path):
+    """A number that differs in its last bit can get another code: few logits then differ by more than a little."""
+    config = CONFIGS["llama_tied_bias"].make()
+    _, path = engines.build(config, tmp_path, max_seq_len=64, max_batch_tokens=32, kv_dtype=kv_dtype)
+    engine = load_engine(path)
+    assert engine.kv_cache.dtype == kv_dtype
+    tokens = {key: ids[0].tolist() for key, ids in random_ids(config, a=29, b=21).items()}
+    native = engines.Packed(CpuExecutor(engine, num_blocks=16, isa="scalar"), tokens).run(MIXED)
+    reference = engines.Packed(for_engine(engine, num_blocks=16), tokens).run(MIXED)
+    for key, logits in native.items():
+        difference = np.abs(logits - reference[key]) / logits.std()
+        assert np.median(difference) < 1e-4
+        assert np.sqrt((difference**2).mean()) < KV_TOLERANCES[kv_dtype]
 
 
 def test_the_debug_variable_chooses_it(tmp_path, monkeypatch):
