@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from llmc.compiler.cli_options import quantization_options
-from llmc.errors import UsageError
+from llmc.errors import GateError, UsageError
 from llmc.runtime.cli import options
 
 if TYPE_CHECKING:
+    from llmc.compiler.config import BuildConfig
     from llmc.compiler.gate import QualityRequest
 
 
@@ -68,7 +70,7 @@ def build(
     from llmc.compiler.summary import built, planned
 
     quality = _quality(given)
-    config = BuildConfig(quantization=quant, **given)
+    config = _locked(given) if given["locked"] else BuildConfig(quantization=quant, **given)
     if engine is None and not dry_run:
         raise UsageError("say where the engine goes: -o ENGINE (or --dry-run to write nothing)")
     signal.signal(signal.SIGTERM, _interrupt)
@@ -77,7 +79,12 @@ def build(
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
             result = planned(compiled)
         else:
-            result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))
+            try:
+                result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))
+            except GateError as failure:
+                if as_json and failure.figures is not None:
+                    _print({"engine": None, **failure.figures}, as_json)
+                raise
     result |= {"seconds": progress.seconds, "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     _print(result, as_json)
 
@@ -160,6 +167,35 @@ def _quality(given: dict[str, Any]) -> QualityRequest | None:
     from llmc.compiler.gate import QualityRequest, parse_gate
 
     return QualityRequest(Evaluation(text, **values), None if gate is None else parse_gate(gate))
+
+
+FREE_OF_LOCK = (
+    "model",
+    "engine",
+    "locked",
+    "calib",
+    "reuse",
+    "allow_hard_links",
+    "force",
+    "as_json",
+    "quiet",
+    "dry_run",
+)
+"""Options that may stand beside --locked: they change no byte, or say where something is."""
+
+
+def _locked(given: dict[str, Any]) -> BuildConfig:
+    """The options that recipe.json names. Raises UsageError for others that are given too."""
+    from llmc.compiler.config import BuildConfig
+    from llmc.compiler.quantize import locked
+
+    context = click.get_current_context()
+    for name in context.params:
+        if name not in FREE_OF_LOCK and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            option = next((o.opts[-1] for o in context.command.params if o.name == name), name)
+            raise UsageError(f"{option}: --locked repeats a build as it was; leave the option away")
+    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links")}
+    return BuildConfig(**(locked.options_of(given["locked"]) | kept))
 
 
 def _interrupt(number: int, frame: Any) -> None:

@@ -157,12 +157,12 @@ class Gate:
         """Check.
 
         Raises:
-            GateError: not all conditions hold; the message has a table of them, and says what follows.
+            GateError: not all conditions hold; the message has a table of them, and says what follows from that.
         """
         results = self.check(figures)
         if failed := sum(not result.passed for result in results):
-            text = f"{failed} of {len(results)} conditions of the gate failed; {consequence}"
-            raise GateError("\n".join([text, *table(results)]))
+            lines = [f"{failed} of {len(results)} conditions of the gate failed:", *table(results), consequence]
+            raise GateError("\n".join(lines), Quality(figures, self).to_json())
 
 
 @dataclass(frozen=True)

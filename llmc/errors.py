@@ -1,6 +1,7 @@
 """Every error that llmc raises on purpose, each with the exit code that the command ends with."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class LlmcError(Exception):
@@ -20,9 +21,13 @@ class CompileError(LlmcError):
 
 
 class GateError(LlmcError):
-    """A check that guards quality failed."""
+    """A check that guards quality failed. ``figures``: what was measured, as in report.json, if it was."""
 
     exit_code = 3
+
+    def __init__(self, message: str, figures: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.figures = figures
 
 
 class CheckpointError(LlmcError):

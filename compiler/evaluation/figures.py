@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
-DIGITS = 5
-"""Significant ones that an engine records: the last digits of float sums differ from machine to machine."""
+DIGITS, DECIMALS = 4, 5
+"""Significant digits that an engine records, and decimals: what is below is the rounding of float sums, which is not the
+same on all machines."""
 
 
 @dataclass(frozen=True)
@@ -124,4 +125,4 @@ def _rounded(value: Any) -> Any:
         return replace(value, **{f.name: _rounded(getattr(value, f.name)) for f in fields(value)})
     if isinstance(value, tuple):
         return tuple(_rounded(item) for item in value)
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    return round(float(f"{value:.{DIGITS}g}"), DECIMALS) if isinstance(value, float) else value

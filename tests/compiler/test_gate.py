@@ -101,11 +101,14 @@ def test_the_message_is_a_table_with_the_failing_ones_marked() -> None:
     with pytest.raises(GateError) as failure:
         parse_gate("ppl<=+2%,top1>=0.95").require(FIGURES, "no engine was published")
     assert str(failure.value).splitlines() == [
-        "1 of 2 conditions of the gate failed; no engine was published",
+        "1 of 2 conditions of the gate failed:",
         "          figure  wanted  found",
         "  FAILED  ppl     <=+2%   +5%",
         "  ok      top1    >=0.95  0.97",
+        "no engine was published",
     ]
+    assert failure.value.figures is not None
+    assert [c["passed"] for c in failure.value.figures["gate"]["conditions"]] == [False, True]
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +159,16 @@ def test_an_engine_that_fails_is_not_published(folder: Path, tmp_path: Path, for
     assert "FAILED  kl" in str(done.exception) and "ok      top1" in str(done.exception)
     assert os.listdir(tmp_path) == (["e"] if force else [])
     assert not force or (target / "engine.json").read_bytes() == before
+
+
+def test_a_failed_build_tells_programs_why(folder: Path, tmp_path: Path) -> None:
+    command = ["build", folder / "model", "-o", tmp_path / "e", "--gate", "top1>=0.5,ppl<=1", "--quiet", "--json"]
+    command += ["--eval", folder / "text.json", "--eval-context", 32, "--eval-tokens", 0]
+    done = CliRunner().invoke(cli, [str(word) for word in command])
+    found = json.loads(done.stdout)
+    assert isinstance(done.exception, GateError) and found["engine"] is None
+    assert [c["passed"] for c in found["gate"]["conditions"]] == [True, False]
+    assert found["quality"]["comparison"]["top1"] == 1
 
 
 def test_what_can_not_be_measured_is_refused_at_once(
