@@ -20,6 +20,7 @@ from llmc.compiler.golden import record_goldens
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
+from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.build import Result as Quantized
 from llmc.compiler.quantize.build import predicted, quantized
 from llmc.compiler.quantize.decisions import Planned
@@ -110,6 +111,8 @@ def build_engine(
             check_disk(compiled.estimate, staging.path)
             progress.step("hashing the model")
             hashes = inputs.result()
+        if config.locked is not None:
+            locked.check(config.locked, hashes, facts.versions())
         with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization):
             contents = _contents(compiled, config, tokenizer, hashes, quantization)
             if wanted is not None:
@@ -217,6 +220,11 @@ def _quantized(
     if compiled.planned is None or recipe is None:
         yield compiled, None
         return
+
+    def unquantized() -> EngineContents:
+        lowered = plan_steps(compiled.steps, compiled.target, compiled.limits)
+        return _contents(replace(compiled, lowered=lowered, planned=None), config, tokenizer, inputs, None)
+
     with quantized(
         compiled.planned,
         recipe,
@@ -224,7 +232,11 @@ def _quantized(
         dtype=compiled.dtype,
         inputs=inputs,
         notes=compiled.program.notes,
-        calibration=lambda: calibration_tokens(recipe.calibration, config, compiled, tokenizer, engine, progress),
+        calibration=lambda: calibration_tokens(
+            recipe.calibration, config, compiled, tokenizer, unquantized, engine, progress
+        ),
+        engines=[path for path in (config.reuse, engine) if path is not None and (path / manifest.NAME).exists()],
+        locked=None if config.locked is None else locked.section_of(config.locked),
         progress=progress,
     ) as result:
         lowered = plan_steps(result.quantization.graph, compiled.target, compiled.limits)

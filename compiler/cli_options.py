@@ -42,6 +42,17 @@ def _options() -> list[Callable[[Command], Command]]:
             is_flag=True,
             help="Make floats of weights that the checkpoint stores quantized (GGUF, AWQ, GPTQ, ...).",
         ),
+        click.option(
+            "--locked",
+            type=file,
+            help="The recipe.json of an engine: build it once more, or say what has changed (versions, files, texts).",
+        ),
+        click.option(
+            "--reuse",
+            type=click.Path(path_type=Path, file_okay=False),
+            help="An engine whose quantized weights are taken over if they would come out the same. --force looks at "
+            "the engine that it replaces.",
+        ),
         click.option("--recipe", type=file, help="A YAML file with all of it, and rules for single weights."),
         click.option(
             "--compute",

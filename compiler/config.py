@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llmc.compiler.quantize import locked
 from llmc.errors import UsageError
 from llmc.plugins.paged_attention.storage import ALIASES as KV_ALIASES
 from llmc.plugins.paged_attention.storage import KV_DTYPES
@@ -49,7 +50,8 @@ class BuildConfig:
     weights that the checkpoint stores quantized; otherwise their codes are kept, unless they are quantized anew.
     ``recipe``: a file with all of a quantization, to which the options after it add. ``calib``: a file, ``builtin`` or
     ``self``; ``calib_samples`` 0: as many as the text has, up to 128; ``calib_length`` None: 512, or what the engine
-    takes if that is less.
+    takes if that is less. ``reuse``: an engine whose quantized weights are taken over if they would come out the same.
+    ``locked``: the recipe.json of an engine that has to come out again; see compiler/quantize/locked.py.
     """
 
     target: str = "cpu"
@@ -70,6 +72,8 @@ class BuildConfig:
     calib_length: int | None = None
     calib_seed: int = 0
     budget: str | None = None
+    reuse: Path | None = None
+    locked: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))
@@ -86,6 +90,8 @@ class BuildConfig:
         Raises:
             UsageError: an option is wrong, or says something else than the recipe's file.
         """
+        if self.locked is not None:
+            return self._locked_recipe(self.locked)
         given = Recipe() if self.recipe is None else read_recipe(self.recipe)
         method = None if self.quantization == "none" else parse_method(self.quantization)
         if method is not None and given.method is not None:
@@ -105,6 +111,12 @@ class BuildConfig:
             return None
         return recipe
 
+    def _locked_recipe(self, path: Path) -> Recipe | None:
+        recipe = locked.recipe_of(path)
+        if recipe is None or self.calib == BUILT_IN:
+            return recipe
+        return replace(recipe, calibration=replace(recipe.calibration, source=self.calib))  # where the file is now
+
     @property
     def _of_quantization(self) -> dict[str, bool]:
         """Options that mean nothing without a method, and whether they are given."""
@@ -117,6 +129,7 @@ class BuildConfig:
             "--calib-length": self.calib_length is not None,
             "--calib-seed": self.calib_seed != 0,
             "--budget": self.budget is not None,
+            "--reuse": self.reuse is not None,
         }
 
     def limits(self, model_limit: int | None) -> Limits:

@@ -138,8 +138,12 @@ def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def recipe(config: BuildConfig, limits: Limits, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """All that is needed to build the engine again: options, versions, inputs."""
     options = {name: getattr(config, name) for name in OPTIONS} | {"max_seq_len": limits.max_seq_len}
-    versions = {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES}
-    return {"options": options, "versions": versions, "inputs": dict(inputs)}
+    return {"options": options, "versions": versions(), "inputs": dict(inputs)}
+
+
+def versions() -> dict[str, str]:
+    """What an engine may depend on besides its inputs."""
+    return {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES}
 
 
 def report(

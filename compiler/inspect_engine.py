@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +22,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "architecture": model.architecture,
         "parameters": model.parameters,
         "dtype": model.dtype,
+        "quantization": model.quantization,
+        "bits_per_weight": _report(engine).get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "kv_dtype": engine.kv_cache.dtype,
         "limits": asdict(engine.limits),
         "model_limit": model.max_position_embeddings,
@@ -38,3 +41,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "files": {name: entry.size for name, entry in engine.manifest.files.items()},
         "weights": {w.name: {"dtype": w.dtype, "shape": list(w.shape)} for w in engine.weights.values()},
     }
+
+
+def _report(engine: Engine) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(engine.read("report.json") or b"{}")
+    return found

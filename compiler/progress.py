@@ -41,14 +41,35 @@ class Progress:
         self._end()
 
 
+REPORT_SECONDS = 15.0
+"""How often plain lines say how far a long step is."""
+
+
 class PlainProgress(Progress):
-    """One line for each step, on stderr."""
+    """One line for each step, on stderr; for long ones, now and then, how far they are and how long they will take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._total: int | None = None
+        self._done = 0
+        self._reported = 0.0
 
     def step(self, name: str, total: int | None = None, unit: str = "bytes") -> None:
         """Print the step."""
         super().step(name, total, unit)
+        self._total, self._done, self._reported = total, 0, self._started
         size = "" if total is None else f" ({format_bytes(total) if unit == 'bytes' else f'{total} {unit}'})"
         print(f"{name}{size}", file=sys.stderr, flush=True)
+
+    def advance(self, count: int) -> None:
+        """Print how far it is, if the last line is a while ago."""
+        self._done += count
+        now = time.monotonic()
+        if self._total and 0 < self._done < self._total and now - self._reported > REPORT_SECONDS:
+            self._reported = now
+            left = (now - self._started) * (self._total - self._done) / self._done
+            share = 100 * self._done // self._total
+            print(f"{self._name}: {share} %, about {format_seconds(left)} left", file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """Print the note."""
@@ -61,10 +82,18 @@ class BarProgress(Progress):
     def __init__(self) -> None:
         super().__init__()
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
         text = TextColumn("{task.description}")
-        columns = (SpinnerColumn(), text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (SpinnerColumn(), text, BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         self._bar: Any = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task: Any = None
 
@@ -99,6 +128,13 @@ def progress_for(quiet: bool) -> Progress:
     if quiet:
         return Progress()
     return BarProgress() if sys.stderr.isatty() else PlainProgress()
+
+
+def format_seconds(count: float) -> str:
+    """A time for people: 40 s, 3 min, 1.5 h."""
+    if count < 90:
+        return f"{count:.0f} s"
+    return f"{count / 60:.0f} min" if count < 5400 else f"{count / 3600:.1f} h"
 
 
 def format_bytes(count: float) -> str:

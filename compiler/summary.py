@@ -14,6 +14,8 @@ LABELS = {
     "architecture": "architecture",
     "parameters": "parameters",
     "dtype": "weights",
+    "quantization": "quantized",
+    "bits_per_weight": "bits per quantized weight",
     "kv_dtype": "KV cache",
     "target": "target",
     "limits": "limits",
@@ -50,10 +52,13 @@ LABELS = {
 
 def planned(compiled: Compiled) -> dict[str, Any]:
     """What a dry run tells."""
+    from llmc.compiler.quantize.build import quantization_text
+
     return {
         "architecture": compiled.checkpoint.config.architectures[0],
         "parameters": compiled.checkpoint.parameters,
         "dtype": compiled.dtype,
+        "quantization": "" if compiled.planned is None else quantization_text(compiled.planned),
         "kv_dtype": compiled.kv_dtype,
         "target": compiled.target.name,
         "limits": asdict(compiled.limits),
@@ -69,6 +74,8 @@ def built(result: BuildResult) -> dict[str, Any]:
         "architecture": result.model.architecture,
         "parameters": result.model.parameters,
         "dtype": result.model.dtype,
+        "quantization": result.model.quantization,
+        "bits_per_weight": result.report.get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "kv_dtype": result.kv_dtype,
         "limits": asdict(result.limits),
         "engine_bytes": result.engine_bytes,

@@ -10,8 +10,9 @@ Every result is kept in the work folder as soon as it is made, and taken from th
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +24,12 @@ from llmc.compiler.lowering.builder import PackedWeight
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.activations import Activations
 from llmc.compiler.quantize.choose import Scales, choose_scales
-from llmc.compiler.quantize.decisions import Planned, compute_of
+from llmc.compiler.quantize.decisions import Planned, compute_of, x_group_of
 from llmc.compiler.quantize.experts import ExpertInputs, Routing
 from llmc.compiler.quantize.interpreter import Interpreter, Weights
 from llmc.compiler.quantize.pack import Inputs, dequantized, quantize_site
 from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
+from llmc.compiler.quantize.reuse import FOLDED
 from llmc.compiler.quantize.sites import DOWN, GATE_UP, Site, unrounded
 from llmc.compiler.quantize.work import Record, Work
 from llmc.compiler.weights import numpy_dtype
@@ -54,7 +56,6 @@ class Quantization:
     planned: Planned
     records: Mapping[str, Record]
     scales: Scales
-    facts: Mapping[str, Any]
 
 
 def quantize(
@@ -101,13 +102,16 @@ class _Quantizer:
     def run(self) -> Quantization:
         planned = self._planned
         seen = [s for s in planned.chosen if self._needs(s) is not Statistics.NONE and not self._follows(s)]
-        if any(self._work.find(_inputs_name(site)) is None for site in seen):
+        missing = [site for site in seen if self._work.find(site.name) is None]
+        if any(self._work.find(_inputs_name(site)) is None for site in missing):
             self._calibrate(seen)
         scales = choose_scales(
             planned.graph, [site for site in seen if planned.method(site).folds], planned, self._work, self._progress
         )
         graph = scales.graph
-        self._progress.step("quantizing", sum(site.numbers for site in planned.chosen if not self._follows(site)))
+        self._progress.step(
+            "quantizing", sum(site.numbers for site in planned.chosen if not self._follows(site)), "numbers"
+        )
         for site in planned.chosen:
             if not self._follows(site):
                 self._round(graph, site, scales)
@@ -120,7 +124,18 @@ class _Quantizer:
             assert record is not None, f"{site.name} was quantized"
             records[site.name] = record
         made = {site.name: self._quantized(site, records[site.name]) for site in planned.chosen}
-        return Quantization(replace_weights(graph, made), planned, records, scales, {})
+        graph = self._with_folded(replace_weights(graph, made), scales.touched)
+        return Quantization(graph, planned, records, scales)
+
+    def _with_folded(self, graph: LoweredGraph, names: Collection[str]) -> LoweredGraph:
+        """Floats with folded factors that were taken over from another engine."""
+        found = {name: self._work.find(FOLDED + name) for name in names}
+        taken = {
+            name: dataclasses.replace(self._work.tensors(record)[""], name=name)
+            for name, record in found.items()
+            if record is not None
+        }
+        return dataclasses.replace(graph, weights={**graph.weights, **taken})
 
     def _needs(self, site: Site) -> Statistics:
         """What has to be known of its inputs; a table that nothing multiplies has none."""
@@ -244,7 +259,7 @@ class _Quantizer:
         activations = Activations(folder, len(chunks))
         begin = activations.load(folder) or 0
         interpreter = Interpreter(graph, chunks, loader, activations, self._threads)
-        self._progress.step(name, positions[-1])
+        self._progress.step(name, positions[-1], "steps")
         self._progress.advance(begin)
         saved, pause = time.monotonic(), SAVE_SECONDS
         for position in positions:
@@ -268,7 +283,9 @@ class _Quantizer:
         method, facts = self._planned.method(site), record.facts
         compute = compute_of(method, self._planned.compute)
         tensors = self._work.tensors(record)
-        return QuantizedWeight(facts["format"], facts["group"], compute, method.x_group, tensors, site.columns)
+        return QuantizedWeight(
+            facts["format"], facts["group"], compute, x_group_of(method, compute), tensors, site.columns
+        )
 
 
 class Loader(Weights):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -15,9 +15,11 @@ from llmc.compiler.lower import LoweredGraph, LoweredModel
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import coverage
 from llmc.compiler.quantize.apply import Quantization, quantize
-from llmc.compiler.quantize.decisions import Planned, compute_of, method_text
+from llmc.compiler.quantize.decisions import Planned, compute_of, method_text, x_group_of
 from llmc.compiler.quantize.interpreter import make_chunks
+from llmc.compiler.quantize.locked import check_calibration
 from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
+from llmc.compiler.quantize.reuse import take_over
 from llmc.compiler.quantize.work import key_digest, open_work
 from llmc.plugins import kernels
 from llmc.plugins.quantized_linear import packing
@@ -38,14 +40,8 @@ class Result:
 
     @property
     def text(self) -> str:
-        """A line for people: ``awq, int4 in groups of 128, computes with int8``."""
-        planned, found = self.quantization.planned, []
-        for method in dict.fromkeys(planned.method(site) for site in planned.chosen):
-            scheme = method.weights
-            group = f"groups of {scheme.group}" if scheme.group else "rows"
-            compute = compute_of(method, planned.compute)
-            found.append(f"{method_text(method)}: {scheme.format} in {group}, computes with {compute}")
-        return "; ".join(found)
+        """A line for people."""
+        return quantization_text(self.quantization.planned)
 
     def report(self, lowered: LoweredModel) -> dict[str, Any]:
         """The coverage manifest.
@@ -57,6 +53,18 @@ class Result:
         coverage.check(q.planned, q.graph)
         found = coverage.manifest(q.planned, q.graph, lowered.weights, q.records, q.scales.touched)
         return {"compute": q.planned.compute, **found, "recipe": self.recipe}
+
+
+def quantization_text(planned: Planned) -> str:
+    """A line for people: ``awq: int4 in groups of 128, computes with int8``."""
+    found = []
+    for method in dict.fromkeys(planned.method(site) for site in planned.chosen):
+        scheme = method.weights
+        group = f"groups of {scheme.group}" if scheme.group else "rows"
+        found.append(
+            f"{method_text(method)}: {scheme.format} in {group}, computes with {compute_of(method, planned.compute)}"
+        )
+    return "; ".join(found)
 
 
 def predicted(planned: Planned) -> LoweredGraph:
@@ -78,7 +86,9 @@ def predicted(planned: Planned) -> LoweredGraph:
             for suffix, nbytes in coverage.predicted_sizes(site, method).items()
         }
         compute = compute_of(method, planned.compute)
-        made[site.name] = QuantizedWeight(scheme.format, scheme.group, compute, method.x_group, tensors, site.columns)
+        made[site.name] = QuantizedWeight(
+            scheme.format, scheme.group, compute, x_group_of(method, compute), tensors, site.columns
+        )
     return replace_weights(planned.graph, made)
 
 
@@ -92,6 +102,8 @@ def quantized(
     inputs: Mapping[str, Any],
     notes: Mapping[str, str],
     calibration: Callable[[], Calibration],
+    engines: Sequence[Path],
+    locked: Mapping[str, Any] | None,
     progress: Progress,
 ) -> Iterator[Result]:
     """Quantize; the tensors of the result are in the work folder of the target while the context is open.
@@ -104,6 +116,8 @@ def quantized(
         inputs: hashes of the files of the model.
         notes: what the tracer says of the model (the regime of its rope).
         calibration: makes the tokens, if they are needed.
+        engines: where quantized weights are looked for that can be taken over.
+        locked: the section of the recipe.json that has to be repeated, or None.
         progress: is told how far it is.
     """
     tokens = None
@@ -111,6 +125,8 @@ def quantized(
         progress.step("preparing calibration")
         tokens = calibration()
     described = _described(recipe, tokens)
+    if locked is not None:
+        check_calibration(locked, described)
     key = {
         "recipe": described,
         "dtype": dtype,
@@ -124,9 +140,11 @@ def quantized(
     threads = len(os.sched_getaffinity(0)) if tokens is not None else 1
     threads = min(threads, resources.physical_cores())
     with open_work(target, key, progress) as work:
+        digest = key_digest(key)
+        take_over(work, planned, digest, engines, progress)
         chunks = make_chunks(list(tokens.tokens)) if tokens is not None else []
         found = quantize(planned, lambda: chunks, dtype, work, threads, progress)
-        section = described | {"compute": planned.compute, "key": key_digest(key)}
+        section = described | {"compute": planned.compute, "key": digest}
         if tokens is not None:
             section["isa"] = key["isa"]
         yield Result(found, section)

@@ -59,7 +59,7 @@ class _Choice:
 
     def run(self, sites: Sequence[Site]) -> Scales:
         if sites:
-            self._progress.step("choosing scales", sum(site.numbers for site in sites))
+            self._progress.step("choosing scales", sum(site.numbers for site in sites), "numbers")
         done: set[str] = set()
         for site in sites:
             assert site.product is not None, "it has inputs"

@@ -17,6 +17,23 @@ from llmc.quantization.base import Activations, Method
 
 CODES, SCALE, ZERO, X_SCALE = "", ".scale", ".zero", ".x_scale"
 
+BASE_KEYS = frozenset(
+    [
+        "name",
+        "tensor",
+        "role",
+        "rows",
+        "columns",
+        "source_dtype",
+        "bytes",
+        "experts",
+        "chosen_by",
+        "bits",
+        "bits_per_weight",
+    ]
+)
+"""Keys of an entry that don't come from the result of a method."""
+
 PANEL = 16
 LINE_COLUMNS = {"int4": 8, "int8": 4, "fp8": 2}
 LINE_BYTES = {"int4": 64, "int8": 64, "fp8": 32}

@@ -123,6 +123,11 @@ def compute_of(method: Method, wanted: str) -> str:
     return chosen
 
 
+def x_group_of(method: Method, compute: str) -> int:
+    """Columns of the inputs that share a scale, where they are rounded; else 0."""
+    return method.x_group if compute == "int8" else 0
+
+
 def method_text(method: Method | None) -> str:
     """What ``--quant`` would say."""
     return NONE if method is None else describe(method)

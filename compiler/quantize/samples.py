@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from llmc.runtime.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
+    from llmc.compiler.engine_writer import EngineContents
 
 
 def calibration_tokens(
@@ -23,16 +24,26 @@ def calibration_tokens(
     config: BuildConfig,
     compiled: Compiled,
     tokenizer: FrozenTokenizer | None,
+    unquantized: Callable[[], EngineContents],
     engine: Path,
     progress: Progress,
 ) -> Calibration:
     """Windows of token ids.
 
+    Args:
+        settings: source, number, length and seed.
+        config: what of that the user chose.
+        compiled: the model.
+        tokenizer: of the model.
+        unquantized: makes the content of an engine with the weights as they are, to write text with.
+        engine: the engine that is being built.
+        progress: told what is done.
+
     Raises:
         UsageError: the file can't be read, is too short, or the model has no tokenizer for it.
     """
     longest = compiled.limits.max_seq_len
-    if config.calib_length is None and config.recipe is None:
+    if config.calib_length is None and config.recipe is None and config.locked is None:
         settings = replace(settings, length=min(settings.length, longest))
     if settings.length > longest:
         raise UsageError(f"--calib-length {settings.length}: the engine takes sequences of up to {longest} tokens")
@@ -41,7 +52,7 @@ def calibration_tokens(
     if settings.source == SELF:
         from llmc.compiler.quantize.self_text import write_texts
 
-        documents = write_texts(settings, compiled, tokenizer, engine, progress)
+        documents = write_texts(settings, unquantized(), engine, progress)
         return cut(documents, settings, vocab_size=vocabulary, prefix=prefix)
     reader = _Reader(tokenizer, settings.source)
     return load(settings, reader.tokenize, reader.render, vocab_size=vocabulary, prefix=prefix)

@@ -20,6 +20,7 @@ from quantized_files import (
     FP8,
     GPTQ,
     SIZES,
+    bfloat16,
     pack_awq,
     pack_compressed,
     pack_fp8,
@@ -279,7 +280,7 @@ def test_experts(tmp_path: Path, name: str, quantization: dict[str, Any], pack: 
     build_engine(tmp_path / "model", tmp_path / "engine", BuildConfig(compute="float32", dtype="float32"))
     moe = [step for step in load_engine(tmp_path / "engine").plan.steps if step.op == "moe"]
     assert [step.attributes["format"] for step in moe] == ["fp8" if name == "fp8" else "int4"]
-    expected = expected_logits(tmp_path / "model", MOE)
+    expected = expected_logits(tmp_path / "model", config_of(tmp_path / "model"))
     assert close(engine_logits(tmp_path / "engine"), expected, 1e-4)
 
 
@@ -295,3 +296,45 @@ def experts(key: str, weight: NDArray[np.float32], pack: Callable[..., Any], ran
             for end, tensor in pack(values, random)[0].items():
                 arrays[f"{prefix}.{number}.{part}.{end}"] = tensor
     return arrays
+
+
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "sliding_window": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+
+
+def test_mxfp4_experts(tmp_path: Path) -> None:
+    """The parameters have columns of outputs; the codes have rows of them, which is what the engine wants."""
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt_oss"].from_dict(GPT_OSS))
+    random = np.random.default_rng(1)
+    arrays: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = value.shape
+            arrays[f"{key}_blocks"] = random.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
+            arrays[f"{key}_scales"] = random.integers(122, 126, (experts, rows, columns // 32), dtype=np.uint8)
+        else:
+            weight = random.normal(size=tuple(value.shape)).astype(np.float32) * 0.2
+            arrays[key] = bfloat16(weight if weight.ndim > 1 else 1 + weight)
+    aligned = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
+    write_model(tmp_path / "model", aligned, quantization_config={"quant_method": "mxfp4"}, **GPT_OSS)
+    build_engine(tmp_path / "model", tmp_path / "engine", BuildConfig(compute="float32", dtype="float32"))
+    moe = [step for step in load_engine(tmp_path / "engine").plan.steps if step.op == "moe"]
+    assert [(step.attributes["format"], step.attributes["group"]) for step in moe] == [("int8", 32)]
+    expected = expected_logits(tmp_path / "model", config_of(tmp_path / "model"))
+    assert close(engine_logits(tmp_path / "engine"), expected, 1e-4)

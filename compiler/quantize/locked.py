@@ -1,0 +1,103 @@
+"""`llmc build --locked recipe.json`: the same engine once more, or an error that says what has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmc.errors import CompileError, UsageError
+from llmc.quantization.recipe import Recipe, recipe_from
+from llmc.runtime import strict
+
+SECTIONS = ("options", "versions", "inputs")
+OF_RECIPE = ("method", "rules", "lm_head", "embedding", "budget", "max_ppl_increase", "calibration")
+OF_CALIBRATION = ("source", "samples", "length", "seed")
+"""Keys of a recipe; the other ones of the section are results."""
+
+
+@cache
+def read(path: Path) -> Mapping[str, Any]:
+    """The content of a recipe.json.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        value = strict.parse_json(path.read_bytes(), str(path), UsageError)
+    except OSError as problem:
+        raise UsageError(f"--locked {path}: {problem.strerror or problem}") from None
+    if not isinstance(value, dict) or any(not isinstance(value.get(name), dict) for name in SECTIONS):
+        raise UsageError(f"--locked {path}: no recipe.json of an engine; it must have {', '.join(SECTIONS)}")
+    return value
+
+
+def options_of(path: Path) -> dict[str, Any]:
+    """The options of the build that wrote it, for BuildConfig, but for those of the quantization.
+
+    Raises:
+        UsageError: see ``read``.
+    """
+    found = read(path)
+    compute = section_of(path).get("compute", "auto")
+    return {key: value for key, value in found["options"].items() if key != "quantization"} | {"compute": compute}
+
+
+def section_of(path: Path) -> Mapping[str, Any]:
+    """What it says of the quantization; empty if there was none."""
+    section: Mapping[str, Any] = read(path).get("quantization") or {}
+    return section
+
+
+def recipe_of(path: Path) -> Recipe | None:
+    """The recipe of the quantization.
+
+    Raises:
+        UsageError: it is none of this version.
+    """
+    section = section_of(path)
+    if not section:
+        return None
+    values = {key: section[key] for key in OF_RECIPE if key in section}
+    calibration = values.pop("calibration", None)
+    if calibration is not None:
+        values["calibration"] = {key: calibration[key] for key in OF_CALIBRATION}
+    return recipe_from(values, f"--locked {path}")
+
+
+def check(path: Path, inputs: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+    """Compare the files of the model and the versions of libraries.
+
+    Raises:
+        CompileError: lists what differs.
+    """
+    wanted = read(path)
+    found = [
+        f"{name} is {versions.get(name, 'missing')}, was {version}"
+        for name, version in wanted["versions"].items()
+        if versions.get(name) != version
+    ]
+    for name, entry in wanted["inputs"].items():
+        if name not in inputs:
+            found.append(f"{name} of the model is missing")
+        elif inputs[name] != entry:
+            found.append(f"{name} of the model has SHA-256 {inputs[name]['sha256'][:12]}, had {entry['sha256'][:12]}")
+    found += [f"{name} of the model is new" for name in inputs if name not in wanted["inputs"]]
+    if found:
+        raise CompileError(f"--locked {path}: can't repeat that build: {'; '.join(found)}")
+
+
+def check_calibration(section: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Compare the tokens of the calibration.
+
+    Raises:
+        CompileError: they differ.
+    """
+    before, now = section.get("calibration"), described["calibration"]
+    hashes = [None if value is None else value["sha256"] for value in (before, now)]
+    if hashes[0] != hashes[1]:
+        raise CompileError(
+            f"--locked: the calibration tokens have SHA-256 {hashes[1]}, had {hashes[0]}; give the same text "
+            f"({(before or {}).get('source')}) with --calib"
+        )
