@@ -20,7 +20,6 @@ from llmc.quantization.rounding import (
     fit,
     join_groups,
     round_to_nearest,
-    search_clip,
     split_groups,
     to_codes,
     to_values,
@@ -66,14 +65,11 @@ class Awq(IntegerMethod):
 
     def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
         """Codes of a weight [N, K] whose columns are scaled already."""
-        if not self.clip:
+        if inputs is None or not self.clip:
             return round_to_nearest(weight, self.weights), {}
-        groups = split_groups(weight, self.weights.group)
-        if inputs is None:
-            clip = search_clip(groups, self.weights, None, _CLIP_STEPS, _LOWEST_CLIP)
-        else:
-            with single_threaded():
-                clip = self._search_clip(groups, split_groups(inputs.rows, self.weights.group))
+        group = self.weights.group
+        with single_threaded():
+            clip = self._search_clip(split_groups(weight, group), split_groups(inputs.rows, group))
         return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(clip.mean())}
 
     def _weight_means(self, weight: FloatArray) -> FloatArray:
@@ -93,20 +89,46 @@ class Awq(IntegerMethod):
         return float(np.sum(np.square(error @ rows.T), dtype=np.float64))
 
     def _search_clip(self, groups: FloatArray, rows: FloatArray) -> FloatArray:
-        """The shares [N, G] of the spans with the least squared error of what each group adds to the outputs."""
-        best = np.full(groups.shape[:-1], np.inf, np.float32)
+        """The shares [N, G] of the spans with the least squared error of the outputs of the rows [n, G, group].
+
+        Group after group, given the errors of all others. Each on its own would be wrong: a smaller span makes what a
+        group adds to the outputs smaller, always in the same direction, and such errors add up over the groups where
+        those of rounding cancel. (SmolLM2-135M, groups of 128: perplexity 40.4, against 42.6 for each on its own.)
+        """
+        by_group = np.ascontiguousarray(rows.transpose(1, 0, 2))  # [G, n, group]
+        grid = fit(groups, self.weights)
+        errors = to_values(to_codes(groups, grid, self.bits), grid) - groups  # [N, G, group], of the weights
         clip = np.ones(groups.shape[:-1], np.float32)
-        by_group = np.ascontiguousarray(rows.transpose(1, 2, 0))  # [G, group, n]
-        square = by_group @ by_group.transpose(0, 2, 1)
+        of_outputs = np.zeros((len(groups), len(rows)), np.float32)  # [N, n]
+        for g, x in enumerate(by_group):
+            of_outputs += errors[:, g] @ x.T
+        for g, x in enumerate(by_group):
+            of_outputs -= errors[:, g] @ x.T
+            clip[:, g], errors[:, g] = self._search_group(groups[:, g], errors[:, g], of_outputs @ x, x.T @ x)
+            of_outputs += errors[:, g] @ x.T
+        return clip
+
+    def _search_group(
+        self, weights: FloatArray, error: FloatArray, others: FloatArray, square: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """The shares [N] and errors [N, group] of one group.
+
+        ``others`` [N, group]: the errors of the outputs by the other groups, times the rows. ``square``: the sum of
+        x x^T over the rows. The squared error of the outputs is that of the others + e square e + 2 e others.
+        """
+        best = np.full(len(weights), np.inf, np.float32)
+        clip = np.ones(len(weights), np.float32)
+        chosen = error.copy()
         for step in range(_CLIP_STEPS + 1):
             share = np.float32(1 - (1 - _LOWEST_CLIP) * step / _CLIP_STEPS)
-            grid = fit(groups, self.weights, share)
-            error = to_values(to_codes(groups, grid, self.bits), grid) - groups
-            loss = np.sum((error.transpose(1, 0, 2) @ square).transpose(1, 0, 2) * error, axis=-1)
+            grid = fit(weights, self.weights, share)
+            error = to_values(to_codes(weights, grid, self.bits), grid) - weights
+            loss = np.sum((error @ square + 2 * others) * error, axis=1)
             better = loss < best
             best = np.where(better, loss, best)
-            clip = np.where(better, share, clip)
-        return clip
+            clip[better] = share
+            chosen[better] = error[better]
+        return clip, chosen
 
 
 def _factors(x_mean: FloatArray, w_mean: FloatArray, ratio: float, duo: bool) -> FloatArray:

@@ -45,17 +45,15 @@ class Gptq(IntegerMethod):
 
     def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
         """Codes of a weight [N, K]."""
-        groups = split_groups(weight, self.weights.group)
         if inputs is None:
-            clip = search_clip(groups, self.weights, None, 20, 0.5) if self.clip else 1.0
-            return round_to_nearest(weight, self.weights, clip), {}
+            return round_to_nearest(weight, self.weights), {}
         assert inputs.hessian is not None, "gptq is given the Hessian"
         with single_threaded():
             hessian = inputs.hessian.astype(np.float64)
             diagonal = np.diagonal(hessian).copy()
             order = np.argsort(-diagonal, kind="stable") if self.act_order else np.arange(len(diagonal))
             factor, damping = factorize(hessian[np.ix_(order, order)], self.damping, name)
-            grid = self._grids(groups, diagonal)
+            grid = self._grids(split_groups(weight, self.weights.group), diagonal)
             codes = self._round(weight, grid, factor, order)
         notes: Notes = {"damping": damping, "dead_columns": int(np.count_nonzero(diagonal == 0))}
         return to_quantized(split_groups(codes, self.weights.group), grid, self.weights, weight.shape[1]), notes
@@ -65,7 +63,7 @@ class Gptq(IntegerMethod):
         if not self.clip:
             return fit(groups, self.weights)
         importance = split_groups((diagonal / max(diagonal.max(), 1e-300)).astype(np.float32), self.weights.group)
-        return fit(groups, self.weights, search_clip(groups, self.weights, importance, 20, 0.5))
+        return fit(groups, self.weights, search_clip(groups, self.weights, importance))
 
     def _round(
         self, weight: FloatArray, grid: Grid, factor: npt.NDArray[np.float64], order: npt.NDArray[np.int64]

@@ -91,22 +91,27 @@ def to_values(codes: FloatArray, grid: Grid) -> FloatArray:
 
 
 def search_clip(
-    groups: FloatArray, scheme: Scheme, importance: FloatArray | None, steps: int, lowest: float
+    groups: FloatArray, scheme: Scheme, importance: FloatArray | None = None, *, steps: int = 20, lowest: float = 0.5
 ) -> npt.NDArray[np.float32]:
-    """The share of each group's span, from 1 down to ``lowest``, with the least squared error of the weights.
+    """The share of each group's span [N, G], from 1 down to ``lowest``, with the least error of the weights.
 
-    ``importance`` [G, group]: a factor for each column's error, such as the mean square of its input. Ties keep
-    the larger span.
+    ``importance`` [G, group]: the squared error, each column's times a factor such as the mean square of its input; for
+    methods that make up for errors elsewhere. None: the squared error, and that part of it that only makes the group
+    smaller times the number of groups: such parts add up over a row where the rest cancels. (Without, SmolLM2-135M
+    in groups of 128 has a perplexity of 53.5; with it 46.4; unclipped 45.8.) Ties keep the larger span.
     """
     best = np.full(groups.shape[:-1], np.inf, np.float32)
     clip = np.ones(groups.shape[:-1], np.float32)
+    size = np.maximum(np.square(groups).sum(-1), np.float32(1e-30))
     for step in range(steps + 1):
         share = np.float32(1 - (1 - lowest) * step / max(steps, 1))
         grid = fit(groups, scheme, share)
-        error = np.square(to_values(to_codes(groups, grid, scheme.bits), grid) - groups)
-        if importance is not None:
-            error *= importance
-        loss = error.sum(-1)
+        error = to_values(to_codes(groups, grid, scheme.bits), grid) - groups
+        if importance is None:
+            smaller = np.square((error * groups).sum(-1)) / size
+            loss = np.square(error).sum(-1) + groups.shape[-2] * smaller
+        else:
+            loss = (np.square(error) * importance).sum(-1)
         better = loss < best
         best = np.where(better, loss, best)
         clip = np.where(better, share, clip)

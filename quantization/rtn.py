@@ -19,12 +19,12 @@ class Rtn(IntegerMethod):
 
     name: ClassVar[str] = "rtn"
 
-    clip: bool = option(False, "search the span of each group that makes the least squared error of its weights")
+    clip: bool = option(False, "search the span of each group that makes the least error of its weights")
 
     def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
         """Codes of a weight [N, K]."""
         if not self.clip:
             return round_to_nearest(weight, self.weights), {}
         groups = split_groups(weight, self.weights.group)
-        clip = search_clip(groups, self.weights, None, steps=20, lowest=0.5)
+        clip = search_clip(groups, self.weights)
         return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(clip.mean())}

@@ -57,13 +57,13 @@ def test_no_scales_where_none_help() -> None:
     assert parse_method("awq").input_scale(np.zeros_like(case.weight), case.inputs()) is None
 
 
-def test_without_tokens_there_are_no_scales_and_spans_come_from_the_weights() -> None:
+def test_without_tokens_there_are_no_scales_and_no_spans() -> None:
     case = layer()
     nothing = LayerInputs(0, *(np.zeros(192, np.float32),) * 2, case.rows[:0])
     assert parse_method("awq").input_scale(case.weight, nothing) is None
     quantized, notes = parse_method("awq").quantize(case.weight, nothing)
     assert notes["inputs"] == "none seen"
-    assert np.array_equal(quantized.codes, parse_method("rtn:clip=true").quantize(case.weight)[0].codes)
+    assert np.array_equal(quantized.codes, parse_method("rtn").quantize(case.weight)[0].codes)
 
 
 def test_numbers_that_are_not_finite_name_the_layer() -> None:

@@ -82,7 +82,7 @@ def test_an_expert_that_no_token_reached_is_rounded_and_noted() -> None:
     for inputs in (None, nothing):
         quantized, notes = parse_method("gptq").quantize(case.weight, inputs)
         assert notes["inputs"] == "none seen"
-        assert np.array_equal(quantized.codes, parse_method("rtn:clip=true").quantize(case.weight)[0].codes)
+        assert np.array_equal(quantized.codes, parse_method("rtn").quantize(case.weight)[0].codes)
 
 
 def test_fewer_tokens_than_columns_will_do() -> None:

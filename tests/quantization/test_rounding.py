@@ -91,13 +91,29 @@ def test_groups_are_split_and_joined() -> None:
 def test_a_searched_span_is_never_worse(scheme: Scheme) -> None:
     groups = split_groups(matrix(16, 256), scheme.group)
     importance = np.random.default_rng(1).uniform(0, 4, groups.shape[1:]).astype(np.float32)
-    clip = search_clip(groups, scheme, importance, steps=20, lowest=0.5)
+    clip = search_clip(groups, scheme, importance)
     assert (clip >= 0.5).all()
 
-    def loss(share: np.ndarray | float) -> np.ndarray:
+    def loss(share: np.ndarray | float, importance: np.ndarray | None) -> np.ndarray:
         grid = fit(groups, scheme, share)
-        return (np.square(to_values(to_codes(groups, grid, scheme.bits), grid) - groups) * importance).sum(-1)
+        error = to_values(to_codes(groups, grid, scheme.bits), grid) - groups
+        return np.square(error).sum(-1) if importance is None else (np.square(error) * importance).sum(-1)
 
-    assert (loss(clip) <= loss(1.0)).all()
-    if scheme.bits == 4:
-        assert loss(clip).sum() < 0.97 * loss(1.0).sum()
+    assert (loss(clip, importance) <= loss(1.0, importance)).all()
+    plain = search_clip(groups, scheme)
+    assert (loss(plain, None) <= loss(1.0, None)).all() or groups.shape[1] > 1
+    if scheme.bits == 4 and scheme.group != 16:
+        assert loss(clip, importance).sum() < 0.97 * loss(1.0, importance).sum()
+        assert loss(plain, None).sum() < 0.99 * loss(1.0, None).sum()
+
+
+def test_weights_alone_are_not_made_smaller_to_fit_the_grid() -> None:
+    """Errors that make all groups of a row smaller add up; see search_clip."""
+    groups = split_groups(matrix(64, 1024), 128)
+    scheme = Scheme("int4", 128)
+
+    def gain(importance: np.ndarray | None) -> float:
+        grid = fit(groups, scheme, search_clip(groups, scheme, importance))
+        return float((to_values(to_codes(groups, grid, 4), grid) * groups).sum() / np.square(groups).sum())
+
+    assert abs(gain(None) - 1) < 0.5 * abs(gain(np.ones(groups.shape[1:], np.float32)) - 1)
