@@ -1,6 +1,7 @@
-"""Times the linear layers of a model's shape on random weights: GB/s of weights read, and GFLOP/s.
+"""Times the linear layers of a model's shape on random weights: GB/s of weights read, and GFLOP/s (or GOP/s).
 
     python build_scripts/bench_kernels.py --model smol135m --rows 1,16,512
+    python build_scripts/bench_kernels.py --shapes 4864x896,2048x8192 --dtype bfloat16,int4:32,int4:128,int8:0
 
 Each linear of each layer is timed by itself and its best time of all rounds counts, since other processes steal time.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import click
 import numpy as np
@@ -17,8 +19,10 @@ from numpy.typing import NDArray
 
 from llmc.plugins import _kernels, kernels
 from llmc.plugins.linear.packing import packed_shape
+from llmc.plugins.quantized_linear import packing as quantized
 
-ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+COMPUTE = {"int8": "int8", "int4": "int8", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -49,47 +53,109 @@ MODELS = {
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How weights are stored: a dtype, or a quantized format and its group, such as ``int4:32``."""
+
+    name: str
+    dtype: str
+    group: int = 0
+    compute: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is a format."""
+        return self.dtype in COMPUTE
+
+    def tensors(self, outputs: int, inputs: int) -> list[tuple[str, tuple[int, ...]]]:
+        """(dtype, shape) of what a weight consists of."""
+        if not self.quantized:
+            return [(self.dtype, packed_shape(outputs, inputs, self.dtype))]
+        codes = quantized.packed_shape(self.dtype, outputs, inputs, self.group)
+        return [("uint8", codes), ("float16", quantized.scale_shape(outputs, inputs, self.group))]
+
+    def attributes(self) -> dict[str, str | int]:
+        """Those of the step."""
+        if not self.quantized:
+            return {}
+        x_group = min(self.group, 128) if self.compute == "int8" else 0
+        return {"format": self.dtype, "group": self.group, "compute": self.compute, "x_group": x_group}
+
+
+@dataclass(frozen=True)
 class Setting:
     """How a plan is run."""
 
-    dtype: str
+    storage: Storage
     isa: str
     threads: int
     rounds: int
 
 
+class StorageType(click.ParamType):  # type: ignore[type-arg]
+    """A list of dtypes and formats."""
+
+    name = "storage"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[Storage]:
+        """Parse ``bfloat16,int4:32``."""
+        found = []
+        for text in str(value).split(","):
+            dtype, _, group = text.partition(":")
+            if dtype not in (*ITEM, *COMPUTE) or dtype == "uint8" or (group and not group.isdigit()):
+                self.fail(f"{text!r} is no dtype and no format, such as {', '.join(COMPUTE)}, with a group")
+            found.append(Storage(text, dtype, int(group or 0), COMPUTE.get(dtype, "")))
+        return found
+
+
 @click.command()
 @click.option("--model", type=click.Choice(list(MODELS)), default="smol135m", show_default=True)
-@click.option("--dtype", type=click.Choice(list(ITEM)), default="bfloat16", show_default=True)
+@click.option("--shapes", help="Linears of these shapes (outputs x inputs) instead of a model's, such as 4864x896.")
+@click.option("--dtype", "storages", type=StorageType(), default="bfloat16", show_default=True, help="A list.")
 @click.option("--isa", type=click.Choice(kernels.isas()), default=kernels.best_isa(), show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=len(os.sched_getaffinity(0)), show_default=True)
 @click.option("--rows", default="1,4,16,64,512", show_default=True, help="Rows of x, one table each.")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--layers", type=click.IntRange(1), help="Fewer layers than the model has.")
-def main(model: str, dtype: str, isa: str, threads: int, rows: str, rounds: int, layers: int | None) -> None:
+def main(
+    model: str,
+    shapes: str | None,
+    storages: list[Storage],
+    isa: str,
+    threads: int,
+    rows: str,
+    rounds: int,
+    layers: int | None,
+) -> None:
     """Time the linear layers of a model's shape; the output layer has one row."""
-    shape, setting = MODELS[model], Setting(dtype, isa, threads, rounds)
+    shape = MODELS[model]
     kinds = [*shape.linears()] * (layers or shape.layers) + [("lm_head", shape.vocabulary, shape.hidden)]
-    for name, value in _kernels.ceilings(threads, 256 << 20).items():
-        click.echo(f"ceiling {name}: {value:.4g}")
+    if shapes is not None:
+        kinds = [(text, *map(int, text.split("x"))) for text in shapes.split(",")]  # type: ignore[misc]
+    for name, number in _kernels.ceilings(threads, 256 << 20).items():
+        click.echo(f"ceiling {name}: {number:.4g}")
     for count in map(int, rows.split(",")):
-        seconds = measure(kinds, count, setting)
-        click.echo(f"\n{model} {dtype} {isa}, {threads} threads, {count} rows, load {os.getloadavg()[0]:.1f}")
-        report(kinds, seconds, count, ITEM[dtype])
+        for storage in storages:
+            seconds = measure(kinds, count, Setting(storage, isa, threads, rounds))
+            title = shapes or model
+            click.echo(
+                f"\n{title} {storage.name} {isa}, {threads} threads, {count} rows, load {os.getloadavg()[0]:.1f}"
+            )
+            report(kinds, seconds, count, storage)
 
 
-def report(kinds: Sequence[tuple[str, int, int]], seconds: Sequence[float], rows: int, item: int) -> None:
+def report(kinds: Sequence[tuple[str, int, int]], seconds: Sequence[float], rows: int, storage: Storage) -> None:
     """Print the sum of each kind, and of all."""
     totals: dict[str, NDArray[np.float64]] = {}
     for (name, outputs, inputs), spent in zip(kinds, seconds, strict=True):
         used = 1 if name == "lm_head" else rows
-        figures = np.array([spent, outputs * inputs * item, 2 * used * outputs * inputs])
+        size = sum(int(np.prod(shape)) * ITEM[dtype] for dtype, shape in storage.tensors(outputs, inputs))
+        figures = np.array([spent, size, 2 * used * outputs * inputs])
         for key in (name, "all"):
             totals[key] = totals.get(key, np.zeros(3)) + figures
     totals["all"] = totals.pop("all")
     for name, (spent, size, operations) in totals.items():
         rates = f"{size / spent / 1e9:7.1f} GB/s {operations / spent / 1e9:8.1f} GFLOP/s"
-        click.echo(f"  {name:8} {spent * 1e3:9.3f} ms {rates}")
+        click.echo(f"  {name:10} {spent * 1e3:9.3f} ms {rates}")
 
 
 def measure(kinds: Sequence[tuple[str, int, int]], rows: int, setting: Setting) -> list[float]:
@@ -107,16 +173,24 @@ def measure(kinds: Sequence[tuple[str, int, int]], rows: int, setting: Setting) 
 
 def build(kinds: Sequence[tuple[str, int, int]], rows: int, setting: Setting) -> _kernels.Executor:
     """A plan that is nothing but linears, each with a weight of its own; all read and write the same rows."""
-    values, steps, weights = [], [], []
+    values: list[_kernels._Value] = []
+    steps, weights, storage = [], [], setting.storage
     space = max(rows * max(inputs for _, _, inputs in kinds), 16) * 4
-    for number, (name, outputs, inputs) in enumerate(kinds):
+
+    def add(*given: object) -> int:
+        values.append(value(f"v{len(values)}", *given))  # type: ignore[arg-type]
+        return len(values) - 1
+
+    for name, outputs, inputs in kinds:
         count = (1, 0, 0) if name == "lm_head" else (0, 1, 0)
-        shape = packed_shape(outputs, inputs, setting.dtype)
-        weights.append(random_weight(shape, setting.dtype))
-        values.append(value(f"w{number}", "weight", number, setting.dtype, [(n, 0, 0) for n in shape]))
-        values.append(value(f"x{number}", "arena", 0, "float32", [count, (inputs, 0, 0)]))
-        values.append(value(f"y{number}", "arena", space, "float32", [count, (outputs, 0, 0)]))
-        steps.append(("linear", name, [3 * number + 1, 3 * number], [3 * number + 2], {}))
+        parts = []
+        for dtype, shape in storage.tensors(outputs, inputs):
+            weights.append(random_weight(shape, dtype))
+            parts.append(add("weight", len(weights) - 1, dtype, [(n, 0, 0) for n in shape]))
+        x = add("arena", 0, "float32", [count, (inputs, 0, 0)])
+        y = add("arena", space, "float32", [count, (outputs, 0, 0)])
+        op = "quantized_linear" if storage.quantized else "linear"
+        steps.append((op, name, [x, *parts], [y], storage.attributes()))
     largest = max((1 if name == "lm_head" else rows) * outputs for name, outputs, _ in kinds)
     arena = space + largest * 4
     return _kernels.Executor(
@@ -133,12 +207,13 @@ def value(name: str, storage: str, base: int, dtype: str, shape: list[tuple[int,
 def random_weight(shape: tuple[int, ...], dtype: str) -> NDArray[np.uint8]:
     """Small numbers, the same few again and again; the speed does not depend on them."""
     noise = 0.02 * np.random.default_rng(0).standard_normal(4099, np.float32)
-    bits = {
+    bits: dict[str, NDArray[Any]] = {
         "float32": noise.view(np.uint32),
         "bfloat16": (noise.view(np.uint32) >> 16).astype(np.uint16),
         "float16": noise.astype(np.float16).view(np.uint16),
-    }[dtype]
-    return np.resize(bits, int(np.prod(shape))).view(np.uint8)
+        "uint8": np.random.default_rng(1).integers(0, 120, 4099, np.uint8),
+    }
+    return np.resize(bits[dtype], int(np.prod(shape))).view(np.uint8)
 
 
 if __name__ == "__main__":

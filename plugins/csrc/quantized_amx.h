@@ -138,49 +138,86 @@ class QuantizedTiles {
     kTwo ? state_.configure(16, count) : state_.configure(count, 0);
     const int all = kTwo ? 16 + count : count;
     load_sums<P>(row, all, panel, begin == 0);
-    const std::byte* weights = weights_[0];
+    const std::byte *x = p_.x.data + row * p_.x.stride, *weights = weights_[0];
     for (std::int64_t b = begin; b < end; ++b) {
       const Block& block = p_.w.block[b];
       const std::int64_t steps = tiles(block);
-      products<P, kTwo>(p_.x.data + row * p_.x.stride + block.line * column_bytes_, weights, steps);
+      block_products<P, kTwo>(x, block.line * column_bytes_, weights, steps, panel, b, b > begin ? b - 1 : -1, count);
       weights += steps * 1024;
-      const typename Kind::Scale scale[2] = {{p_.w, panel, block}, {p_.w, panel + P - 1, block}};
-      for (int half = 0; half < (kTwo ? 2 : 1); ++half) {
-        const int in_half = kTwo && half == 0 ? 16 : count;
-        for (int r = 0; r < in_half; ++r) {
-          const std::byte* of_row = p_.x.data + (row + half * 16 + r) * p_.x.stride;
-          const float a = row_factors(p_.w, of_row)[b], sum = row_sums(p_.w, of_row)[b];
-          float* acc = acc_ + (half * 16 + r) * 32;
-          for (int i = 0; i < P; ++i) {
-            store(acc + i * 16, Kind::add(scale[i], load(acc + i * 16), sums_[half * 2 + i] + r * 64, a, sum));
-          }
-        }
-      }
     }
+    add_block<P, kTwo>(x, count, panel, end - 1);
     store_sums<P>(row, all, panel, end == p_.w.blocks);
   }
 
+  // The products of block b; meanwhile those of the block before are added (-1: there is none). What tiles store takes
+  // a while until it can be loaded. With one step the two are interleaved tile by tile, since a processor that shares
+  // its core sees no further ahead: groups of 32 went from 190 to 220 operations a cycle.
   template <int P, bool kTwo>
-  LLMC_INLINE void products(const std::byte* x, const std::byte* weights, std::int64_t steps) {
+  LLMC_INLINE void block_products(const std::byte* x, std::int64_t offset, const std::byte* weights, std::int64_t steps,
+                                  std::int64_t panel, std::int64_t b, std::int64_t before, int count) {
     const std::int64_t stride = p_.x.stride;
+    auto& sums = sums_[b % 2];
     _tile_zero(0);
     if constexpr (P > 1) _tile_zero(1);
     if constexpr (kTwo) _tile_zero(2);
     if constexpr (P > 1 && kTwo) _tile_zero(3);
     for (std::int64_t t = 0; t < steps; ++t) {
-      _tile_loadd(4, x + t * 64, stride);
+      const std::byte* a = x + offset + t * 64;
+      _tile_loadd(4, a, stride);
       _tile_loadd(6, weights + t * 1024, 64);
       Kind::template multiply<0>();
-      if constexpr (kTwo) _tile_loadd(5, x + t * 64 + 16 * stride, stride);
+      if constexpr (kTwo) _tile_loadd(5, a + 16 * stride, stride);
       if constexpr (kTwo) Kind::template multiply<2>();
       if constexpr (P > 1) _tile_loadd(7, weights + kTiles * 1024 + t * 1024, 64);
       if constexpr (P > 1) Kind::template multiply<1>();
       if constexpr (P > 1 && kTwo) Kind::template multiply<3>();
     }
-    store_tile<0>(reinterpret_cast<float*>(sums_[0]), 64);
-    if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums_[1]), 64);
-    if constexpr (kTwo) store_tile<2>(reinterpret_cast<float*>(sums_[2]), 64);
-    if constexpr (P > 1 && kTwo) store_tile<3>(reinterpret_cast<float*>(sums_[3]), 64);
+    const Adder adder(*this, x, panel, P, before < 0 ? b : before);
+    const int first = before < 0 ? 0 : kTwo ? 16 : count, second = before < 0 || !kTwo ? 0 : count;
+    store_tile<0>(reinterpret_cast<float*>(sums[0]), 64);
+    adder.template add<0>(first);
+    if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums[1]), 64);
+    if constexpr (P > 1) adder.template add<1>(first);
+    if constexpr (kTwo) store_tile<2>(reinterpret_cast<float*>(sums[2]), 64);
+    if constexpr (kTwo) adder.template add<2>(second);
+    if constexpr (P > 1 && kTwo) store_tile<3>(reinterpret_cast<float*>(sums[3]), 64);
+    if constexpr (P > 1 && kTwo) adder.template add<3>(second);
+  }
+
+  // Adds what tiles have stored of a block to the outputs so far.
+  struct Adder {
+    typename Kind::Scale scale[2];
+    const std::byte *factor, *total, *sums;
+    std::int64_t stride;
+    float* acc;
+
+    LLMC_INLINE Adder(QuantizedTiles& tiles, const std::byte* x, std::int64_t panel, int panels, std::int64_t b)
+        : scale{{tiles.p_.w, panel, tiles.p_.w.block[b]}, {tiles.p_.w, panel + panels - 1, tiles.p_.w.block[b]}},
+          factor(reinterpret_cast<const std::byte*>(row_factors(tiles.p_.w, x) + b)),
+          total(reinterpret_cast<const std::byte*>(row_sums(tiles.p_.w, x) + b)),
+          sums(tiles.sums_[b % 2][0]),
+          stride(tiles.p_.x.stride),
+          acc(tiles.acc_) {}
+
+    // Tile T has rows 0 .. or 16 .., of the first panel or the second.
+    template <int T>
+    LLMC_INLINE void add(int rows) const {
+      const std::byte *f = factor + T / 2 * 16 * stride, *s = total + T / 2 * 16 * stride;
+      float* out = acc + T / 2 * 512 + T % 2 * 16;
+      for (int r = 0; r < rows; ++r, f += stride, s += stride, out += 32) {
+        const float a = *reinterpret_cast<const float*>(f), sum = *reinterpret_cast<const float*>(s);
+        store(out, Kind::add(scale[T % 2], load(out), sums + T * 1024 + r * 64, a, sum));
+      }
+    }
+  };
+
+  template <int P, bool kTwo>
+  void add_block(const std::byte* x, int count, std::int64_t panel, std::int64_t b) {
+    const Adder adder(*this, x, panel, P, b);
+    adder.template add<0>(kTwo ? 16 : count);
+    if constexpr (P > 1) adder.template add<1>(kTwo ? 16 : count);
+    if constexpr (kTwo) adder.template add<2>(count);
+    if constexpr (P > 1 && kTwo) adder.template add<3>(count);
   }
 
   template <int P>
@@ -210,7 +247,7 @@ class QuantizedTiles {
   const std::int64_t column_bytes_;  // of x, for a line
   Tiles state_;
   alignas(64) std::byte weights_[2][kTiles * 1024];
-  alignas(64) std::byte sums_[4][1024];
+  alignas(64) std::byte sums_[2][4][1024];
   alignas(64) float acc_[32 * 32];
 };
 

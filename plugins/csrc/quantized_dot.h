@@ -2,8 +2,8 @@
 //
 //   i32x16                    sums of 16 rows: zero_ints() broadcast_int(n) to_float(v); load_bytes(p): 16 uint8 as
 //   floats Line<F>(p)                a line of 64 bytes, unpacked dot(sum, line, x)         sum + line * x, x the codes
-//   of the line's columns as prepare_codes() lays them out kQuadBytes<F>             bytes of four columns of x: codes,
-//   or in levels that multiply 16 bits at a time, words in
+//   of the line's columns as spread_codes() lays them out where they are words kQuadBytes<F>             bytes of four
+//   columns of x: codes, or in levels that multiply 16 bits at a time, words in
 //                             the order 0 2 1 3, since even and odd bytes of a weight are apart with one operation
 #pragma once
 #include "quantized.h"
@@ -49,8 +49,13 @@ LLMC_INLINE f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 LLMC_INLINE f32x16 load_bytes(const std::uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-LLMC_INLINE void store_codes(std::int8_t* p, f32x16 x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)));
+LLMC_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+LLMC_INLINE f32x16 larger_bits(f32x16 a, f32x16 b) {
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
+LLMC_INLINE i32x16 round_ints(f32x16 x) { return {_mm512_cvtps_epi32(x.v)}; }
+LLMC_INLINE void store_codes(std::int8_t* p, i32x16 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
 }
 
 #if defined(__AVX512VNNI__)
@@ -128,8 +133,16 @@ LLMC_INLINE f32x16 load_bytes(const std::uint8_t* p) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   return to_float(i32x16{_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))});
 }
-LLMC_INLINE void store_codes(std::int8_t* p, f32x16 x) {
-  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi));  // 0-3 8-11 4-7 12-15
+LLMC_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+LLMC_INLINE __m256 larger_bits(__m256 a, __m256 b) {
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+LLMC_INLINE f32x16 larger_bits(f32x16 a, f32x16 b) { return {larger_bits(a.lo, b.lo), larger_bits(a.hi, b.hi)}; }
+LLMC_INLINE i32x16 round_ints(f32x16 x) { return {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
+LLMC_INLINE void store_codes(std::int8_t* p, i32x16 x) {
+  const __m256i words = _mm256_packs_epi32(x.lo, x.hi);    // 0-3 8-11 4-7 12-15
   const __m256i bytes = _mm256_packs_epi16(words, words);  // 0-3 8-11 twice, 4-7 12-15 twice
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
@@ -188,7 +201,13 @@ LLMC_INLINE f32x16 load_bytes(const std::uint8_t* p) {
   std::memcpy(&bytes, p, 16);
   return {__builtin_convertvector(bytes, float_vector)};
 }
-LLMC_INLINE void store_codes(std::int8_t* p, f32x16 x) {
+LLMC_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {a.v + b.v}; }
+LLMC_INLINE f32x16 larger_bits(f32x16 a, f32x16 b) {
+  const int_vector x = (int_vector)a.v, y = (int_vector)b.v;
+  return {(float_vector)(x > y ? x : y)};
+}
+LLMC_INLINE i32x16 round_ints(f32x16 x) { return {__builtin_convertvector(round_even(x).v, int_vector)}; }
+LLMC_INLINE void store_codes(std::int8_t* p, i32x16 x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<std::int8_t>(x.v[i]);
 }
 
@@ -222,19 +241,14 @@ LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
 
 #endif
 
-// Codes of whole quads, signed bytes, in the form that dot() reads; may be in place where that is the same.
-template <Format F>
-LLMC_INLINE void prepare_codes(const std::int8_t* codes, std::int64_t count, std::byte* out) {
-  if constexpr (kQuadBytes<F> == 4) {
-    if (reinterpret_cast<const std::byte*>(codes) != out) std::memcpy(out, codes, static_cast<std::size_t>(count));
-  } else {
-    auto* words = reinterpret_cast<std::int16_t*>(out);
-    for (std::int64_t i = 0; i < count; i += 4) {
-      words[i] = codes[i];
-      words[i + 1] = codes[i + 2];
-      words[i + 2] = codes[i + 1];
-      words[i + 3] = codes[i + 3];
-    }
+// Codes of whole quads, signed bytes, as words in the order that dot() reads.
+LLMC_INLINE void spread_codes(const std::int8_t* codes, std::int64_t count, std::byte* out) {
+  auto* words = reinterpret_cast<std::int16_t*>(out);
+  for (std::int64_t i = 0; i < count; i += 4) {
+    words[i] = codes[i];
+    words[i + 1] = codes[i + 2];
+    words[i + 2] = codes[i + 1];
+    words[i + 3] = codes[i + 3];
   }
 }
 

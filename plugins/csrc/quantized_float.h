@@ -113,10 +113,12 @@ void expand(const QuantizedPanels& w, std::int64_t panel, const Block& block, st
   }
 }
 
-constexpr std::int64_t kExpandedBytes = (kBlockColumns + 8) * 64;  // of a panel; bfloat16: half of it
+// Bytes of a panel's block, with the columns that fill its last line.
+template <bool kBfloat16>
+constexpr std::int64_t kExpandedBytes = (kBlockColumns + 8) * (kBfloat16 ? 32 : 64);
 
 #if defined(__AVX512F__)
-constexpr int kFloatRows = 4, kFloatPanels = 4;
+constexpr int kFloatRows = 4, kFloatPanels = 2;
 #elif defined(__AVX2__)
 constexpr int kFloatRows = 4, kFloatPanels = 1;
 #else
@@ -146,7 +148,7 @@ void expanded_rows(const QuantizedProduct& p, const std::byte* expanded, std::in
   }
   for (std::int64_t s = 0; s < steps; ++s) {
     typename F::Step step[P];
-    for (int i = 0; i < P; ++i) step[i] = F::load_step(expanded + i * kExpandedBytes + s * 64);
+    for (int i = 0; i < P; ++i) step[i] = F::load_step(expanded + i * kExpandedBytes<kScaled> + s * 64);
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], codes + r * p.x.stride + s * F::kRowBytes);
     }
@@ -181,19 +183,20 @@ void expanded_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::in
   using Multiply = std::conditional_t<kBfloat16, Bf16Format, F32Format>;
   // Zeros are in the expanded numbers, but for float zeros of bfloat16.
   constexpr Zero kRest = kBfloat16 && Z == Zero::offset ? Zero::offset : Zero::middle;
-  alignas(64) std::byte expanded[kFloatPanels * kExpandedBytes];
+  constexpr std::int64_t kBytes = kExpandedBytes<kBfloat16>;
+  alignas(64) std::byte expanded[kFloatPanels * kBytes];
   for (std::int64_t panel = panel_begin; panel < panel_end; panel += kFloatPanels) {
     const std::int64_t count = std::min<std::int64_t>(kFloatPanels, panel_end - panel);
     for (std::int64_t b = 0; b < p.w.blocks; ++b) {
       for (std::int64_t i = 0; i < count; ++i) {
-        expand<F, Z, kBfloat16>(p.w, panel + i, p.w.block[b], expanded + i * kExpandedBytes);
+        expand<F, Z, kBfloat16>(p.w, panel + i, p.w.block[b], expanded + i * kBytes);
       }
       if (count == kFloatPanels) {
         expanded_block<Multiply, kRest, kFloatPanels>(p, expanded, row_begin, row_end, panel, b);
         continue;
       }
       for (std::int64_t i = 0; i < count; ++i) {
-        expanded_block<Multiply, kRest, 1>(p, expanded + i * kExpandedBytes, row_begin, row_end, panel + i, b);
+        expanded_block<Multiply, kRest, 1>(p, expanded + i * kBytes, row_begin, row_end, panel + i, b);
       }
     }
   }

@@ -57,28 +57,53 @@ inline float round_e4m3(float x) {
   return x;
 }
 
-// How the columns of a unit are scaled: by a factor, or divided by a given scale. A row that is not finite gets zeros,
+// How the columns of a unit are scaled: by a factor, or divided by a given scale. A unit that is not finite gets zeros,
 // and the factor NaN.
 struct UnitScale {
   float factor, multiplier;
   bool divide;
 
-  f32x16 apply(f32x16 x) const { return divide ? x / broadcast(multiplier) : x * broadcast(multiplier); }
+  LLMC_INLINE f32x16 apply(f32x16 x) const { return divide ? x / broadcast(multiplier) : x * broadcast(multiplier); }
+  bool finite() const { return factor == factor; }
 };
 
 inline UnitScale unit_scale(const QuantizedPanels& w, const float* x, std::int64_t count, float largest) {
   f32x16 most = zero();
-  mask16 finite = mask_first(16);
-  each_sixteen(count, [&](std::int64_t i, int n) {
-    const f32x16 v = abs(load(x + i, n));
-    finite = finite & (v <= broadcast(std::numeric_limits<float>::max()));
-    most = max(v, most);
-  });
-  if (any(~finite)) return {std::numeric_limits<float>::quiet_NaN(), 0.0f, false};
+  std::int64_t i = 0;
+  if (count >= 64) {
+    f32x16 chain[4] = {zero(), zero(), zero(), zero()};
+    for (; i + 64 <= count; i += 64) {
+      for (int c = 0; c < 4; ++c) chain[c] = larger_bits(chain[c], abs(load(x + i + c * 16)));
+    }
+    most = larger_bits(larger_bits(chain[0], chain[1]), larger_bits(chain[2], chain[3]));
+  }
+  for (; i + 16 <= count; i += 16) most = larger_bits(most, abs(load(x + i)));
+  if (i < count) most = larger_bits(most, abs(load(x + i, static_cast<int>(count - i))));
+  if (any(~(most <= broadcast(std::numeric_limits<float>::max())))) {
+    return {std::numeric_limits<float>::quiet_NaN(), 0.0f, false};
+  }
   if (w.x_scale != nullptr) return {*w.x_scale, *w.x_scale, true};
   const float amax = reduce_max(most), inverse = largest / amax;
   const bool tiny = !(inverse <= std::numeric_limits<float>::max());
   return {amax * (1.0f / largest), tiny ? 0.0f : inverse, false};
+}
+
+// Rounds the columns of a block to codes, 16 at a time, also behind the last column; gives their sum.
+template <bool kDivide>
+LLMC_INLINE std::int32_t round_codes(const UnitScale& scale, const float* x, std::int64_t count, std::int8_t* out) {
+  i32x16 sum = zero_ints();
+  const f32x16 multiplier = broadcast(scale.multiplier);
+  const auto code = [&](f32x16 v, std::int8_t* to) {
+    // max|x| * (127 / max|x|) is rounded to 127: only a given scale can cut.
+    v = kDivide ? max(broadcast(-127.0f), min(broadcast(127.0f), v / multiplier)) : v * multiplier;
+    const i32x16 q = round_ints(v);
+    sum = sum + q;
+    store_codes(to, q);
+  };
+  std::int64_t i = 0;
+  for (; i + 16 <= count; i += 16) code(load(x + i), out + i);
+  if (i < count) code(load(x + i, static_cast<int>(count - i)), out + i);
+  return static_cast<std::int32_t>(reduce_add(to_float(sum)));  // exact: at most 512 * 127
 }
 
 template <Format F>
@@ -89,25 +114,19 @@ void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out) {
   for (std::int64_t b = 0; b < w.blocks; ++b) {
     const Block& block = w.block[b];
     if (block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 127.0f);
-    factors[b] = scale.factor;
-    const bool nothing = scale.factor != scale.factor;
-    alignas(64) std::int8_t codes[kBlockColumns + 16] = {};
-    f32x16 sum = zero();
-    each_sixteen(nothing ? 0 : block.columns, [&](std::int64_t i, int n) {
-      f32x16 q = round_even(scale.apply(load(x + block.column + i, n)));
-      q = max(broadcast(-127.0f), min(broadcast(127.0f), q));
-      sum = sum + q;
-      store_codes(codes + i, q);
-    });
-    const float total = reduce_add(sum);
-    if (w.zero_kind == Zero::middle) {
-      const std::int32_t start = -static_cast<std::int32_t>(total) * (F == Format::int8 ? 128 : 8);
-      std::memcpy(sums + b, &start, 4);
-    } else {
-      sums[b] = total;
+    std::byte* to = out + block.line * line_columns(F) / 4 * kQuadBytes<F>;
+    alignas(64) std::int8_t codes[kQuadBytes<F> == 4 ? 1 : kBlockColumns + 16];
+    auto* bytes = kQuadBytes<F> == 4 ? reinterpret_cast<std::int8_t*>(to) : codes;
+    std::int32_t sum = 0;
+    if (scale.finite()) {
+      sum = scale.divide ? round_codes<true>(scale, x + block.column, block.columns, bytes)
+                         : round_codes<false>(scale, x + block.column, block.columns, bytes);
+      if constexpr (kQuadBytes<F> != 4) spread_codes(codes, block.lines * line_columns(F), to);
     }
-    const std::int64_t count = block.lines * line_columns(F);
-    prepare_codes<F>(codes, count, out + block.line * line_columns(F) / 4 * kQuadBytes<F>);
+    factors[b] = scale.factor;
+    const std::int32_t start = -sum * (F == Format::int8 ? 128 : 8);
+    const float total = static_cast<float>(sum);
+    std::memcpy(sums + b, w.zero_kind == Zero::middle ? static_cast<const void*>(&start) : &total, 4);
   }
 }
 
@@ -122,10 +141,9 @@ inline void prepare_bfloat16(const QuantizedPanels& w, const float* x, std::byte
     const Block& block = w.block[b];
     if (fp8 && block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 448.0f);
     factors[b] = scale.factor;
-    const bool nothing = scale.factor != scale.factor;
     std::byte* to = out + block.line * line * bytes;
     f32x16 sum = zero();
-    each_sixteen(nothing ? 0 : block.columns, [&](std::int64_t i, int n) {
+    each_sixteen(scale.finite() ? block.columns : 0, [&](std::int64_t i, int n) {
       f32x16 v = load(x + block.column + i, n);
       if (fp8) {
         v = max(broadcast(-448.0f), min(broadcast(448.0f), scale.apply(v)));

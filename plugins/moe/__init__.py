@@ -19,7 +19,7 @@ down(function(gate) * up), or down(function(gate_up)) if not gated; ``function``
 With ``limit`` > 0 the gate is first cut to at most limit and the up to +-limit. ``gpt_oss`` is a gated form of its own:
 gate * sigmoid(alpha * gate) * (up + 1). An id of E or more, or below 0, contributes nothing.
 
-A plan may have quantized experts: ``format`` and what follows are those of llmc::quantized_linear, gate_up and down are
-codes, with scales and zeros [E, rows, G]. ``inner`` is I, which packed weights do not tell where there is no bias; 0: all
-columns of down's lines.
+A plan may have quantized experts: ``format`` and what follows are as in llmc::quantized_linear, gate_up and down are
+codes, with scales and zeros [E, rows, G]. ``inner`` is I, which packed weights do not tell where there is no bias;
+0: all columns of down's lines.
 """

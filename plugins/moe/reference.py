@@ -41,7 +41,6 @@ def reference(
     """One expert after the other, on the tokens that chose it; weights act as in llmc::linear or quantized_linear."""
     if inner not in (0, down.shape[2]):
         raise KernelError(f"down has {down.shape[2]} columns, and inner is {inner}")
-    how = {"format": format, "group": group, "compute": compute, "x_group": x_group}
 
     def product(expert: int, x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None) -> Tensor:
         scale, zero = (None if part is None else part[expert] for part in scales)
@@ -49,7 +48,9 @@ def reference(
         if format == "plain":
             return linear(x, weight[expert], bias)
         assert scale is not None, "quantized experts have scales"
-        return quantized_linear(x, weight[expert], scale, zero, bias, None, **how)
+        return quantized_linear(
+            *(x, weight[expert], scale, zero, bias, None), format=format, group=group, compute=compute, x_group=x_group
+        )
 
     y = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
     for expert in range(gate_up.shape[0]):
@@ -116,8 +117,10 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def stored_samples(rng: np.random.Generator) -> Iterator[Sample]:
-    """Quantized experts: each format, way to compute and kind of zeros. Computed in float32 where rounding the second
-    product's input would hide in a wider tolerance what goes wrong elsewhere."""
+    """Quantized experts: each format and kind of zeros.
+
+    Computed in float32: rounding the second product's input would ask for a tolerance that hides other mistakes.
+    """
     plain = {"function": "silu", "gated": True, "interleaved": False, "alpha": 0.0, "limit": 0.0}
     for number, (format, zeros, group, bias) in enumerate(
         (("int4", "", 32, False), ("int4", "float32", 16, True), ("int8", "uint8", 0, False), ("fp8", "", 0, True))

@@ -175,15 +175,18 @@ def dequantize(format: str, group: int, codes: Array, scale: Array, zero: Array 
     check_format(format, group)
     columns = codes.shape[-1]
     spread = np.arange(columns) // (group or max(columns, 1))
-    wide = scale.astype(np.float32)[..., spread]
+    wide: NDArray[np.float32] = scale.astype(np.float32)[..., spread]
+    numbers: NDArray[np.float32]
     if format == "fp8":
-        return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
+        numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return numbers * wide
     numbers = codes.astype(np.float32)
     if zero is None:
         return (numbers - np.float32(MIDDLE[format])) * wide
     if zero.dtype == np.uint8:
         return (numbers - zero.astype(np.float32)[..., spread]) * wide
-    return numbers * wide + zero.astype(np.float32)[..., spread]
+    offsets: NDArray[np.float32] = zero.astype(np.float32)[..., spread]
+    return numbers * wide + offsets
 
 
 def dequantize_rows(

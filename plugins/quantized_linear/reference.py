@@ -126,7 +126,7 @@ def _centred(codes: Tensor, zero: Tensor | None, format: str) -> Tensor:
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c, rounded once."""
+    """A * b + c, rounded once."""
     return (a.double() * b.double() + c.double()).to(c.dtype)
 
 
@@ -172,6 +172,6 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
             static = np.array([0.03], np.float32) if compute in LARGEST and turn % 4 == 3 else None
             units = (0, group, min(group, 128), 0 if group else 48)
             x_group = units[(number + turn) % 4] if compute in LARGEST and static is None else 0
-            x_group = x_group if x_group in (0, group) or x_group % 8 == 0 and group % x_group == 0 else 0
+            x_group = x_group if x_group in (0, group) or (x_group % 8 == 0 and group % x_group == 0) else 0
             attributes = {"format": format, "group": group, "compute": compute, "x_group": x_group}
             yield Sample((x, *weight, bias, static), attributes)
