@@ -67,10 +67,11 @@ def plan(graph: LoweredGraph, parameters: Mapping[str, WeightSource], recipe: Re
     """
     sites = find_sites(graph, parameters)
     recipe.check_rules((part.name, site.role) for site in sites for part in site.parts)
+    ops = [step.op for step in graph.steps]
     for site in sites:
         decided = [(part, decide(recipe, part, site)) for part in site.parts]
         groups = [[part for part, _ in group] for _, group in groupby(decided, key=lambda pair: pair[1].method)]
-        if len(groups) > 1 and all(graph.steps[number].op == "linear" for number, _ in site.readers):
+        if len(groups) > 1 and all(ops[number] == "linear" for number, _ in site.readers):
             graph = split_parts(graph, site, groups)
     sites = find_sites(graph, parameters)
     decisions = {site.name: _of_all_parts(recipe, site) for site in sites}
