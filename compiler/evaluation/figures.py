@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 DIGITS, DECIMALS = 4, 5
-"""Significant digits that an engine records, and decimals: what is below is the rounding of float sums, which is not the
-same on all machines."""
+"""Significant digits that an engine records, and decimals. What is below is rounding of float sums, which differs from
+machine to machine."""
 
 
 @dataclass(frozen=True)
