@@ -13,12 +13,12 @@ Command = Callable[..., Any]
 
 def quantization_options(command: Command) -> Command:
     """Adds them to a command, whose keyword arguments they become."""
-    for option in reversed(_options()):
+    for option in reversed([*_weights(), *_calibration()]):
         command = option(command)
     return command
 
 
-def _options() -> list[Callable[[Command], Command]]:
+def _weights() -> list[Callable[[Command], Command]]:
     file = click.Path(path_type=Path, dir_okay=False)
     return [
         click.option(
@@ -65,6 +65,11 @@ def _options() -> list[Callable[[Command], Command]]:
         click.option(
             "--budget", help="Bits per weight, such as 4.3bpw: weights that suffer most get 8 bits, as many as fit."
         ),
+    ]
+
+
+def _calibration() -> list[Callable[[Command], Command]]:
+    return [
         click.option(
             "--calib",
             default="builtin",
