@@ -40,10 +40,10 @@ constexpr bool kScaled = std::is_same_v<T, i8> || std::is_same_v<T, e4m3>;
 template <class T>
 constexpr bool kQuantized = kScaled<T> || std::is_same_v<T, i4>;
 
-// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others. Values are stored
-// rotated, and what was made of them is rotated back.
+// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others. So are values of
+// int4, and what was made of them is rotated back.
 template <class T>
-constexpr bool kRotated = std::is_same_v<T, e4m3> || std::is_same_v<T, i4>;
+constexpr bool kRotated = kQuantized<T>;
 template <class T>
 constexpr bool kRotatesValues = std::is_same_v<T, i4>;
 
