@@ -18,3 +18,4 @@ print(f"base install: {size:.0f} MB of site-packages (target: below 120), and {c
 assert size < 120, "the base install has grown past its target"
 PY
 "$venv/bin/llmc" run "$engine" -p "The capital of France is" --temperature 0 --max-tokens 8
+"$venv/bin/llmc" eval "$engine" --windows 1 --tokens 8 --quiet
