@@ -8,6 +8,8 @@ import torch
 from llmc.plugins import kernels
 from llmc.plugins.embedding.reference import reference
 from llmc.plugins.linear.packing import pack
+from llmc.plugins.quantized_linear import packing
+from llmc.plugins.quantized_linear.reference import random_weight
 
 DTYPES = [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)]
 
@@ -49,3 +51,23 @@ def test_a_weight_of_another_width_is_refused() -> None:
         run(np.array([0]), pack(np.ones((4, 8), np.float32)), 9, "scalar")
     with pytest.raises(kernels.KernelError, match=r"\[V, H\]"):
         run(np.array([0]), np.ones((4, 8), np.float32), 9, "scalar")
+
+
+def test_what_a_quantized_table_must_be() -> None:
+    codes, scale, zero = random_weight(np.random.default_rng(0), 20, 24, "int4", 16, "uint8")
+    assert zero is not None
+    packed, scales = packing.pack("int4", 16, codes), packing.pack_scales(scale, "float32")
+    zeros, ids, y = packing.pack_scales(zero, "uint8"), np.array([3, 19]), np.empty((2, 24), np.float32)
+    given = {"format": "int4", "group": 16}
+    kernels.run_op("embedding", [ids, packed, scales, zeros], [y], given)
+    np.testing.assert_array_equal(y, packing.dequantize("int4", 16, codes, scale, zero)[ids])
+    for inputs, attributes, message in (
+        ([ids, packed], given, "scale must be"),
+        ([ids, packed, scales, zeros], given | {"group": 8}, "not packed"),
+        ([ids, codes, scales], given, "not packed"),
+        ([ids, packed, scales], {"format": "plain", "group": 16}, "a plain table has no groups"),
+        ([ids, np.ones((20, 24), np.float32), scales], {}, "a plain table has no scales"),
+        ([ids + 30, packed, scales, zeros], given, "token id 33 is not one of the weight's 32 rows"),
+    ):
+        with pytest.raises(kernels.KernelError, match=message):
+            kernels.run_op("embedding", inputs, [y], attributes)

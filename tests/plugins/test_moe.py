@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from llmc.plugins import kernels
 from llmc.plugins.linear.packing import pack
+from llmc.plugins.quantized_linear import packing
+from llmc.plugins.quantized_linear.reference import random_weight
 
 Array = NDArray[np.float32]
 ISAS = kernels.isas()
@@ -170,3 +172,49 @@ def test_refusals() -> None:
         c.run(PLAIN | {"function": "sillu"})
     with pytest.raises(kernels.KernelError, match="biases"):
         replace(c, down_bias=np.zeros((2, 31), np.float32)).run(PLAIN)
+
+
+def quantized(c: Case, format: str, group: int, compute: str, *, inner: int | None = None) -> tuple[list[Any], Any]:
+    """The inputs with quantized experts, and the attributes."""
+    rng = np.random.default_rng(5)
+    inputs: list[Any] = [c.x, c.ids, c.weights, None, None, c.gate_up_bias, c.down_bias]
+    for place, weight in ((3, c.gate_up), (4, c.down)):
+        made = [random_weight(rng, *expert.shape, format, group) for expert in weight]
+        inputs[place] = np.stack([packing.pack(format, group, codes) for codes, _, _ in made])
+        inputs += [np.stack([packing.pack_scales(scale, "float32") for _, scale, _ in made]), None]
+    inner = c.down.shape[2] if inner is None else inner
+    return inputs, PLAIN | {"format": format, "group": group, "compute": compute, "x_group": 0, "inner": inner}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("format", "compute"), [("int4", "int8"), ("int8", "int8"), ("fp8", "bfloat16")])
+def test_a_row_of_quantized_experts_has_the_same_bits_alone(format: str, compute: str, isa: str) -> None:
+    c = case(60, 72, 40, 4, 2, "float32")
+    inputs, attributes = quantized(c, format, 32, compute)
+    together = np.full_like(c.x, np.nan)
+    kernels.run_op("moe", inputs, [together], attributes, isa=isa)
+    for chosen in ([0], [59], list(range(7, 28)), list(range(59, -1, -1))):
+        alone = np.full_like(c.x[chosen], np.nan)
+        given = [*(np.ascontiguousarray(part[chosen]) for part in inputs[:3]), *inputs[3:]]
+        kernels.run_op("moe", given, [alone], attributes, isa=isa, threads=2)
+        np.testing.assert_array_equal(alone, together[chosen])
+
+
+def test_refusals_of_quantized_experts() -> None:
+    c = case(3, 32, 16, 2, 1, "float32")
+    inputs, attributes = quantized(c, "int4", 16, "int8")
+    y = np.empty_like(c.x)
+    without = [*inputs[:7], *[None] * 4]
+    for given, changed, message in (
+        (without, {}, "scale must be"),
+        (inputs, {"inner": 24}, "not packed"),
+        (inputs, {"inner": -1}, "inner must be"),
+        (inputs, {"compute": "plain"}, "can't be computed as 'plain'"),
+        (inputs, {"format": "plain"}, "plain experts have no compute"),
+        ([*inputs[:7], inputs[7][:1], *inputs[8:]], {}, "for the same experts"),
+    ):
+        with pytest.raises(kernels.KernelError, match=message):
+            kernels.run_op("moe", given, [y], attributes | changed)
+    with pytest.raises(kernels.KernelError, match="plain experts have no scales"):
+        packed = [np.stack([pack(expert) for expert in weight]) for weight in (c.gate_up, c.down)]
+        kernels.run_op("moe", [*inputs[:3], *packed, None, None, *inputs[7:]], [y], PLAIN)
