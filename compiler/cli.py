@@ -159,6 +159,8 @@ def _quality(given: dict[str, Any]) -> QualityRequest | None:
     gate, text = given.pop("gate"), given.pop("eval")
     values = {name: given.pop(f"eval_{name}") for name in ("windows", "context", "tokens", "prompts")}
     values = {name: value for name, value in values.items() if value is not None}
+    if given["locked"]:
+        return _locked_quality(given["locked"], text, values.get("prompts"))
     if gate is None and text is None:
         if values:
             raise UsageError(f"--eval-{next(iter(values))} belongs to --eval or --gate")
@@ -175,6 +177,8 @@ FREE_OF_LOCK = (
     "locked",
     "calib",
     "reuse",
+    "eval",
+    "eval_prompts",
     "allow_hard_links",
     "force",
     "as_json",
@@ -196,6 +200,19 @@ def _locked(given: dict[str, Any]) -> BuildConfig:
             raise UsageError(f"{option}: --locked repeats a build as it was; leave the option away")
     kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links")}
     return BuildConfig(**(locked.options_of(given["locked"]) | kept))
+
+
+def _locked_quality(path: Path, text: Path | None, prompts: Path | None) -> QualityRequest | None:
+    """What recipe.json says was measured, on texts that are given once more."""
+    from llmc.compiler.gate import repeated
+    from llmc.compiler.quantize import locked
+
+    section = locked.read(path).get("quality")
+    if isinstance(section, dict):
+        return repeated(section, text, prompts)
+    if text is not None or prompts is not None:
+        raise UsageError(f"--locked {path}: that build measured nothing; leave the text away")
+    return None
 
 
 def _interrupt(number: int, frame: Any) -> None:

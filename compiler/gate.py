@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.evaluation.figures import Figures
-from llmc.errors import GateError, UsageError
+from llmc.errors import CompileError, GateError, UsageError
 
 if TYPE_CHECKING:
     from llmc.compiler.checkpoint import Checkpoint
@@ -187,16 +187,23 @@ class QualityRequest:
 
     evaluation: Evaluation
     gate: Gate | None = None
+    repeats: Mapping[str, Any] | None = None
+    """What the recipe.json says whose build is repeated."""
 
     def read(self) -> Wanted:
         """Read the files and check the request.
 
         Raises:
+            CompileError: another build is to be repeated, but the texts are others.
             UsageError: it makes no sense.
         """
         if self.gate is not None:
             self.gate.check_request(self.evaluation, compared=True)
-        return Wanted(self, self.evaluation.read())
+        inputs = self.evaluation.read()
+        if self.repeats is not None:
+            _check_same(self.repeats, inputs.described())
+            inputs = replace(inputs, text=replace(inputs.text, name=self.repeats["text"]))
+        return Wanted(self, inputs)
 
 
 @dataclass(frozen=True)
@@ -244,6 +251,23 @@ class Wanted:
         return Quality(figures, self.request.gate)
 
 
+def repeated(section: Mapping[str, Any], text: Path | None, prompts: Path | None) -> QualityRequest:
+    """What the section ``quality`` of a recipe.json asks for, with the files that it does not hold.
+
+    Raises:
+        UsageError: it is no such section.
+    """
+    from llmc.compiler.evaluation.evaluate import Evaluation
+
+    numbers = [section.get(name) for name in ("windows", "context", "tokens")]
+    names = [section.get(name) for name in ("gate", "text", "text_sha256")]
+    if not all(n is None or type(n) is int for n in numbers) or not all(isinstance(n, str) for n in names):
+        raise UsageError("recipe.json: its section quality is damaged")
+    windows, context, tokens = numbers
+    evaluation = Evaluation(text, windows or 0, context, tokens, prompts)
+    return QualityRequest(evaluation, parse_gate(section["gate"]) if section["gate"] else None, section)
+
+
 def parse_gate(text: str) -> Gate:
     """Parse conditions that are separated by commas.
 
@@ -265,6 +289,15 @@ def table(results: Sequence[Result]) -> list[str]:
     rows += [("ok" if r.passed else "FAILED", r.condition.metric, r.condition.wanted, r.shown) for r in results]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for name, option in (("text_sha256", "--eval"), ("prompts_sha256", "--eval-prompts")):
+        if before.get(name) != now[name]:
+            raise CompileError(
+                f"--locked: that build measured on a file with SHA-256 {before.get(name)}, found {now[name]}; give the "
+                f"same one ({before['text']}) with {option}"
+            )
 
 
 def _parse_condition(part: str, text: str) -> Condition:

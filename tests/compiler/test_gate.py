@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import engines
 import numpy as np
@@ -18,7 +19,7 @@ from llmc.compiler.config import BuildConfig
 from llmc.compiler.evaluation.evaluate import Evaluation
 from llmc.compiler.evaluation.figures import Comparison, Figures, Generation
 from llmc.compiler.gate import METRICS, Condition, QualityRequest, parse_gate
-from llmc.errors import GateError, ResourceError, UsageError
+from llmc.errors import CompileError, GateError, ResourceError, UsageError
 from llmc.runtime.engine import load_engine
 
 COMPARISON = Comparison("model", 20.0, 1.05, 0.01, 0.02, 0.01, 0.2, 1.5, 0.97)
@@ -138,6 +139,24 @@ def test_an_engine_that_passes_says_so(folder: Path, tmp_path: Path) -> None:
     assert {"report.json", "report.html"} <= set(load_engine(tmp_path / "e").manifest.files)
     again = build_engine(folder / "model", tmp_path / "f", config, quality=request(folder, "ppl<=+2%,kl<=0.05"))
     assert again.digest == result.digest
+
+
+def test_a_gated_build_can_be_repeated(folder: Path, tmp_path: Path) -> None:
+    first = build_engine(folder / "model", tmp_path / "e", quality=request(folder, "ppl<=+2%"))
+    renamed = tmp_path / "renamed.json"
+    renamed.write_bytes((folder / "text.json").read_bytes())
+
+    def repeat(*options: object) -> Any:
+        command = ["build", folder / "model", "-o", tmp_path / "f", "--locked", tmp_path / "e/recipe.json", *options]
+        return CliRunner().invoke(cli, [str(word) for word in [*command, "--quiet", "--json"]])
+
+    done = repeat("--eval", renamed)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["digest"] == f"sha256:{first.digest}"
+    other = repeat()
+    assert isinstance(other.exception, CompileError) and "text.json) with --eval" in str(other.exception)
+    refused = repeat("--gate", "ppl<=1")
+    assert isinstance(refused.exception, UsageError) and "leave the option away" in str(refused.exception)
 
 
 def test_figures_without_a_gate(folder: Path, tmp_path: Path) -> None:
