@@ -49,12 +49,11 @@ class Gptq(IntegerMethod):
             return round_to_nearest(weight, self.weights), {}
         assert inputs.hessian is not None, "gptq is given the Hessian"
         with single_threaded():
-            hessian = inputs.hessian.astype(np.float64)
-            diagonal = np.diagonal(hessian).copy()
+            diagonal = np.diagonal(inputs.hessian).astype(np.float64)
             order = np.argsort(-diagonal, kind="stable") if self.act_order else np.arange(len(diagonal))
-            factor, damping = factorize(hessian[np.ix_(order, order)], self.damping, name)
+            carried, damping = factorize(inputs.hessian, order, self.damping, name)
             grid = self._grids(split_groups(weight, self.weights.group), diagonal)
-            codes = self._round(weight, grid, factor, order)
+            codes = self._round(weight, grid, carried, order)
         notes: Notes = {"damping": damping, "dead_columns": int(np.count_nonzero(diagonal == 0))}
         return to_quantized(split_groups(codes, self.weights.group), grid, self.weights, weight.shape[1]), notes
 
@@ -65,44 +64,50 @@ class Gptq(IntegerMethod):
         importance = split_groups((diagonal / max(diagonal.max(), 1e-300)).astype(np.float32), self.weights.group)
         return fit(groups, self.weights, search_clip(groups, self.weights, importance))
 
-    def _round(
-        self, weight: FloatArray, grid: Grid, factor: npt.NDArray[np.float64], order: npt.NDArray[np.int64]
-    ) -> FloatArray:
-        """Codes [N, K] as float32. Works on columns as rows, so that they are contiguous."""
+    def _round(self, weight: FloatArray, grid: Grid, carried: FloatArray, order: npt.NDArray[np.int64]) -> FloatArray:
+        """Codes [N, K] as float32. ``carried`` [j, i]: V_ji / V_ii. Works on columns as rows, which are contiguous."""
         columns = weight.shape[1]
         group_of = order // (self.weights.group or columns)
         scales, zeros = (np.ascontiguousarray(values.T) for values in (grid.scale, grid.zero))
         weights = np.ascontiguousarray(weight.T)[order]
         errors = np.zeros_like(weights)
         codes = np.empty_like(weights)
-        inner = (factor / np.diagonal(factor)).astype(np.float32)  # [j, i]: V_ji / V_ii
         highest = np.float32((1 << self.bits) - 1)
         for start in range(0, columns, _BLOCK):
             stop = min(start + _BLOCK, columns)
-            wanted = weights[start:stop] + inner[:start, start:stop].T @ errors[:start]
+            wanted = weights[start:stop] + carried[:start, start:stop].T @ errors[:start]
             for i in range(start, stop):
                 scale, zero = scales[group_of[i]], zeros[group_of[i]]
                 codes[i] = np.clip(np.rint(wanted[i - start] / scale) + zero, 0, highest)
                 errors[i] = weights[i] - (codes[i] - zero) * scale
-                wanted[i + 1 - start :] += np.outer(inner[i, i + 1 : stop], errors[i])
+                wanted[i + 1 - start :] += np.outer(carried[i, i + 1 : stop], errors[i])
         whole = np.empty_like(weight)
         whole[:, order] = codes.T
         return whole
 
 
-def factorize(hessian: npt.NDArray[np.float64], damping: float, name: str) -> tuple[npt.NDArray[Any], float]:
-    """The upper triangular V with V V^T = H + damping * mean diagonal, and the damping that it took.
+def factorize(
+    hessian: npt.NDArray[Any], order: npt.NDArray[np.int64], damping: float, name: str
+) -> tuple[FloatArray, float]:
+    """V_ji / V_ii, for V upper triangular with V V^T = H + damping * mean diagonal, and the damping that it took.
 
-    If H is not positive definite, which sums of rounded products need not be, the damping is raised tenfold.
+    Rows and columns of H are taken in the given order. If it is not positive definite, which sums of rounded products
+    need not be, the damping is raised tenfold. Needs the memory of three matrices in float64.
     """
     mean = float(np.diagonal(hessian).mean()) or 1.0
+    backward = order[::-1]  # LAPACK's factor is lower triangular; that of the matrix read backward is upper
     while damping <= _MOST_DAMPING:
-        damped = hessian[::-1, ::-1].copy()
+        damped = hessian[np.ix_(backward, backward)].astype(np.float64)
         damped[np.diag_indices_from(damped)] += damping * mean
         try:
-            return np.ascontiguousarray(np.linalg.cholesky(damped)[::-1, ::-1]), damping
+            factor = np.linalg.cholesky(damped)[::-1, ::-1]
         except np.linalg.LinAlgError:
             damping *= 10
+            continue
+        del damped
+        carried = np.ascontiguousarray(factor, np.float32)
+        carried /= np.diagonal(factor).astype(np.float32)
+        return carried, damping
     raise CompileError(
         f"{name}: the Hessian of its inputs is not positive definite whatever the damping; the calibration is broken: "
         "use another calibration text, or another method for this layer"

@@ -94,15 +94,27 @@ def test_fewer_tokens_than_columns_will_do() -> None:
 
 def test_damping_is_raised_until_the_hessian_is_positive_definite() -> None:
     hessian = np.diag(np.r_[np.ones(7), -0.05])
-    factor, damping = factorize(hessian, 0.01, "layer")
+    carried, damping = factorize(hessian, np.arange(8), 0.01, "layer")
     assert damping == pytest.approx(0.1)
-    assert np.allclose(factor @ factor.T, hessian + damping * hessian.diagonal().mean() * np.eye(8))
-    assert not np.tril(factor, -1).any()
+    assert np.array_equal(carried, np.eye(8))
+
+
+def test_the_factor_is_that_of_the_hessian_in_the_given_order() -> None:
+    hessian = layer(columns=40).inputs().hessian.astype(np.float64)
+    order = np.random.default_rng(0).permutation(40)
+    carried, damping = factorize(hessian, order, 0.01, "layer")
+    assert not np.tril(carried, -1).any()
+    assert (np.diagonal(carried) == 1).all()
+    # V = carried * diag(d), so H = carried * diag(d^2) * carried^T
+    wanted = hessian[np.ix_(order, order)] + damping * np.diagonal(hessian).mean() * np.eye(40)
+    inverse = np.linalg.inv(carried.astype(np.float64))
+    squares = inverse @ wanted @ inverse.T
+    assert np.allclose(squares, np.diag(np.diagonal(squares)), atol=1e-4 * np.abs(squares).max())
 
 
 def test_a_hopeless_hessian_is_an_error_that_names_the_layer() -> None:
     with pytest.raises(CompileError, match=r"layers\.7\.down: the Hessian"):
-        factorize(np.diag([1.0, -1.0, -1.0, 0.1]), 0.01, "layers.7.down")
+        factorize(np.diag([1.0, -1.0, -1.0, 0.1]), np.arange(4), 0.01, "layers.7.down")
 
 
 def test_inputs_that_are_not_finite_name_the_layer() -> None:
