@@ -16,8 +16,8 @@ namespace {
 // Ascending; each level has all instructions of those before it.
 constexpr const char* kLevels[] = {"scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"};
 
-// AMX: tile, bf16 and int8 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted to
-// this process, which has to ask once before it makes threads.
+// AMX: tile, bf16 and int8 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted
+// to this process, which has to ask once before it makes threads.
 bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
