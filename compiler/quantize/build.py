@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -137,17 +136,20 @@ def quantized(
     }
     if tokens is not None:
         key["isa"] = kernels.best_isa()
-    threads = len(os.sched_getaffinity(0)) if tokens is not None else 1
-    threads = min(threads, resources.physical_cores())
     with open_work(target, key, progress) as work:
         digest = key_digest(key)
         take_over(work, planned, digest, engines, progress)
         chunks = make_chunks(list(tokens.tokens)) if tokens is not None else []
-        found = quantize(planned, lambda: chunks, dtype, work, threads, progress)
+        found = quantize(planned, lambda: chunks, dtype, work, thread_count(), progress)
         section = described | {"compute": planned.compute, "key": digest}
         if tokens is not None:
             section["isa"] = key["isa"]
         yield Result(found, section)
+
+
+def thread_count() -> int:
+    """Of the kernels that run the calibration; it changes no bit."""
+    return resources.physical_cores()
 
 
 def _described(recipe: Recipe, tokens: Calibration | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def token_file(path: Path, count: int = 8, length: int = 64, vocabulary: int = 1
 
 
 def quantize(model: Compiled, quant: str, folder: Path, **options: object) -> tuple[LoweredModel, dict[str, Any]]:
-    """The plan and weights of a compiled model once it is quantized, and the section of the report; weights in memory."""
+    """The plan and weights (in memory) of a compiled model once it is quantized, and the section of the report."""
     given = {"quantization": quant, "calib": str(token_file(folder / "calib.jsonl")), "calib_length": 32} | options
     config = BuildConfig(max_seq_len=64, **given)  # type: ignore[arg-type]
     recipe = config.quantization_recipe

@@ -11,10 +11,12 @@ from llmc.plugins import kernels
 from llmc.runtime.devices import make_executor
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
-from llmc.runtime.verification import KV_TOLERANCES
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 5e-3, "float16": 1e-3}
 """bfloat16 rounds activations and keys: a sum that differs in its last bit can round the other way."""
+
+KV_ERRORS = {"float8_e4m3": 5e-2, "int8": 2e-2, "int4": 1e-1}
+"""Of the logits, relative to their standard deviation, where some numbers got another code."""
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -33,7 +35,7 @@ def test_kernels_give_what_references_give(name, dtype, tmp_path):
         assert difference.max() < 20 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", KV_TOLERANCES)
+@pytest.mark.parametrize("kv_dtype", KV_ERRORS)
 def test_quantized_caches_give_what_the_references_give(kv_dtype, tmp_path):
     """A number that differs in its last bit can get another code: few logits then differ by more than a little."""
     config = CONFIGS["llama_tied_bias"].make()
@@ -46,7 +48,7 @@ def test_quantized_caches_give_what_the_references_give(kv_dtype, tmp_path):
     for key, logits in native.items():
         difference = np.abs(logits - reference[key]) / logits.std()
         assert np.median(difference) < 1e-4
-        assert np.sqrt((difference**2).mean()) < KV_TOLERANCES[kv_dtype]
+        assert np.sqrt((difference**2).mean()) < KV_ERRORS[kv_dtype]
 
 
 def test_the_debug_variable_chooses_it(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quantizable import compiled, interpret, samples, save_model
 from packed import expected_logits
+from quantizable import compiled, interpret, samples, save_model
 from transformers import AutoModelForCausalLM
 
 from llmc.compiler.quantize.activations import Activations
