@@ -20,7 +20,8 @@ OP = Op(
 
 T packs the rows of the step's sequences, whose lengths and caches are no inputs: kernels read them from the batch, the
 reference from a ``step.Step``. First k and v are written to the cache of ``slot``, unless ``write`` is false: then an
-earlier op of the same step has written them (layers that share keys and values) and the given ones are ignored.
+earlier op of the same step has written them (layers that share keys and values) and the given ones are ignored. What
+comes back from the cache is not what was given: ``storage.py`` says what each type of the cache makes of it.
 
 The score of a query at position i and a key at j is scale * q.k, plus slopes[h] * (j - i) (ALiBi), then
 softcap * tanh(score / softcap) if softcap > 0. It counts if j <= i, and i - j < window if window > 0, and
