@@ -88,8 +88,9 @@ def largest_tensor(model: Path) -> int:
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="Make a synthetic checkpoint instead.")
+@click.option("--quant", default="none", show_default=True, help="As of `llmc build`.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for what is made; default: a temporary one.")
-def main(model: Path | None, shape: str | None, work: Path | None) -> None:
+def main(model: Path | None, shape: str | None, quant: str, work: Path | None) -> None:
     """Build once and report."""
     import onnx_ir  # noqa: F401 - these are the imports that are not counted
     import torch._dynamo  # noqa: F401
@@ -108,12 +109,14 @@ def main(model: Path | None, shape: str | None, work: Path | None) -> None:
         largest = largest_tensor(model)
         before = peak_rss()
         start = time.monotonic()
-        build_engine(model, folder / "engine", BuildConfig(max_seq_len=4096))
+        build_engine(model, folder / "engine", BuildConfig(max_seq_len=4096, quantization=quant))
         result = {
             "model": shape or model.name,
+            "quant": quant,
             "seconds": round(time.monotonic() - start, 1),
             "imports_mib": before // MIB,
             "peak_above_imports_mib": (peak_rss() - before) // MIB,
+            "peak_mib": peak_rss() // MIB,
             "bound_mib": (2 * largest + 512 * MIB) // MIB,
         }
     finally:

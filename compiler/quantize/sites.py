@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from llmc.compiler import weights
 from llmc.compiler.lower import LoweredGraph
@@ -147,7 +148,7 @@ def split_parts(graph: LoweredGraph, site: Site, groups: Sequence[Sequence[Part]
     views: list[View] = []
     begin = 0
     for group, size in zip(groups, sizes, strict=True):
-        part = replace(weight, name=group[0].name, source=Slice(weight.source, (slice(begin, begin + size),)))
+        part = replace(weight, name=group[0].name, source=_cut(weight.source, begin, begin + size))
         made[part.name] = part
         views.append(weight_view(part))
         begin += size
@@ -164,6 +165,20 @@ def split_parts(graph: LoweredGraph, site: Site, groups: Sequence[Sequence[Part]
             steps.append(LoweredStep("linear", inputs, (out,), step.attributes, step.module))
             begin += size
     return replace(graph, steps=steps, weights=made)
+
+
+def _cut(source: WeightSource, begin: int, end: int) -> WeightSource:
+    """Rows of a weight; of a joined one the parts themselves, so that they are still known by their names."""
+    if isinstance(source, Cast):
+        return Cast(_cut(source.source, begin, end), source.to)
+    if isinstance(source, Concat) and source.axis == 0:
+        ends = list(accumulate(part.shape[0] for part in source.parts))
+        parts = [
+            part for part, stop in zip(source.parts, ends, strict=True) if begin <= stop - part.shape[0] and stop <= end
+        ]
+        if sum(part.shape[0] for part in parts) == end - begin:
+            return weights.concat(parts)
+    return Slice(source, (slice(begin, end),))
 
 
 def weight_view(weight: PackedWeight) -> View:

@@ -22,7 +22,6 @@ from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import apply, pack
 from llmc.errors import CompileError, ResourceError, UsageError
 
-
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 LEFT = (".e.llmc-build", ".e.llmc-lock", ".e.llmc-quant")
@@ -41,9 +40,7 @@ class Notes(Progress):
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     folder = tmp_path_factory.mktemp("builds")
     builder = Builder(folder)
-    builder.model = write_llama(
-        folder / "small", num_hidden_layers=3, hidden_size=64, intermediate_size=96, head_dim=16
-    )
+    builder.model = write_llama(folder / "small", num_hidden_layers=3, **SIZES)
     yield builder
     with builder.server as server:
         server.kill()
@@ -68,14 +65,7 @@ def test_killed_builds_end_with_the_same_bytes(builder: Builder, tmp_path: Path,
     for number in range(10):
         run = builder.start(tmp_path / "e", *options)
         ended = run.signal(signal.SIGKILL, 4 + number % (steps - 3), chance.uniform(0, 0.03)) == 0
-        assert set(os.listdir(tmp_path)) <= {
-            "whole",
-            "calib.jsonl",
-            "e",
-            ".e.llmc-build",
-            ".e.llmc-lock",
-            ".e.llmc-quant",
-        }
+        assert set(os.listdir(tmp_path)) <= {"whole", "calib.jsonl", "e", *LEFT}
         if ended:
             shutil.rmtree(tmp_path / "e")
     last = builder.start(tmp_path / "e", *options)
