@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from threadpoolctl import ThreadpoolController
-
 _lock = threading.Lock()
 _users = 0
 _limit: Any = None
@@ -37,8 +35,9 @@ def single_threaded() -> Iterator[None]:
 
 
 @cache
-def _controller() -> ThreadpoolController:
-    """What is loaded by now: numpy's BLAS is, since numpy is."""
+def _controller() -> Any:
+    """What is loaded by now: numpy's BLAS is, since numpy is. Installations that only run engines lack threadpoolctl."""
     import numpy  # noqa: F401
+    from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()
