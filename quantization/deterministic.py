@@ -36,7 +36,7 @@ def single_threaded() -> Iterator[None]:
 
 @cache
 def _controller() -> Any:
-    """What is loaded by now: numpy's BLAS is, since numpy is. Installations that only run engines lack threadpoolctl."""
+    """What is loaded by now: numpy's BLAS is. Installations that only run engines lack threadpoolctl."""
     import numpy  # noqa: F401
     from threadpoolctl import ThreadpoolController
 

@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
@@ -46,6 +47,7 @@ def test_codes_are_the_same_on_any_number_of_threads(method: str) -> None:
 
 
 def test_the_limit_ends_with_the_last_user() -> None:
+    assert np.__version__  # loaded, and with it its BLAS
     before = threads_of_blas()
     with single_threaded():
         with single_threaded():
