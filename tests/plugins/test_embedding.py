@@ -63,7 +63,7 @@ def test_what_a_quantized_table_must_be() -> None:
     np.testing.assert_array_equal(y, packing.dequantize("int4", 16, codes, scale, zero)[ids])
     for inputs, attributes, message in (
         ([ids, packed], given, "scale must be"),
-        ([ids, packed, scales, zeros], given | {"group": 8}, "not packed"),
+        ([ids, packed, scales, zeros], given | {"group": 8}, "scale must be"),
         ([ids, codes, scales], given, "not packed"),
         ([ids, packed, scales], {"format": "plain", "group": 16}, "a plain table has no groups"),
         ([ids, np.ones((20, 24), np.float32), scales], {}, "a plain table has no scales"),
