@@ -20,15 +20,17 @@ TYPES = [
     ("bfloat16", "float8_e4m3"),
     ("bfloat16", "int8"),
     ("float32", "int4"),
+    ("float32", "auto", "rtn:group=32"),
+    ("bfloat16", "auto", "int8"),
 ]
-"""Of weights, and of keys and values."""
+"""Of weights, and of keys and values; and how weights are quantized."""
 
 
 @pytest.fixture(scope="module", params=TYPES, ids="-".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    dtype, kv_dtype = request.param
+    dtype, kv_dtype, quantization = (*request.param, "none")[:3]
     folder = tmp_path_factory.mktemp("-".join(request.param))
-    _, path = engines.build(engines.small_llama(), folder, dtype=dtype, kv_dtype=kv_dtype)
+    _, path = engines.build(engines.small_llama(), folder, dtype=dtype, kv_dtype=kv_dtype, quantization=quantization)
     return load_engine(path)
 
 

@@ -31,6 +31,7 @@ from llmc.compiler.quantize.pack import Inputs, dequantized, quantize_site
 from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
 from llmc.compiler.quantize.reuse import FOLDED
 from llmc.compiler.quantize.sites import DOWN, GATE_UP, Site, unrounded
+from llmc.compiler.quantize.spend import RECORD, spend
 from llmc.compiler.quantize.work import Record, Work
 from llmc.compiler.weights import numpy_dtype
 from llmc.plugins.linear import packing as panels
@@ -56,6 +57,8 @@ class Quantization:
     planned: Planned
     records: Mapping[str, Record]
     scales: Scales
+    budget: Mapping[str, Any] | None
+    """How a budget was spent."""
 
 
 def quantize(
@@ -100,6 +103,7 @@ class _Quantizer:
                 self._by_position.setdefault(site.product[0], []).append(site)
 
     def run(self) -> Quantization:
+        budget = self._spend() if self._planned.budget is not None else None
         planned = self._planned
         seen = [s for s in planned.chosen if self._needs(s) is not Statistics.NONE and not self._follows(s)]
         missing = [site for site in seen if self._work.find(site.name) is None]
@@ -125,7 +129,22 @@ class _Quantizer:
             records[site.name] = record
         made = {site.name: self._quantized(site, records[site.name]) for site in planned.chosen}
         graph = self._with_folded(replace_weights(graph, made), scales.touched)
-        return Quantization(graph, planned, records, scales)
+        return Quantization(graph, planned, records, scales, budget)
+
+    def _spend(self) -> dict[str, Any]:
+        """Choose the bits of each weight; what arrives at them has to be known for that."""
+        planned = self._planned
+        assert planned.budget is not None, "there is a budget"
+        seen = [site for site in planned.chosen if site.product is not None]
+        if self._work.find(RECORD) is None and any(self._work.find(_inputs_name(site)) is None for site in seen):
+            self._calibrate(seen)
+
+        def inputs(site: Site, expert: int | None) -> LayerInputs | None:
+            record = self._work.find(_inputs_name(site))
+            return None if record is None else self._work.inputs(record, ALL if expert is None else str(expert))
+
+        self._planned, facts = spend(planned.graph, planned, planned.budget, self._work, inputs, self._progress)
+        return facts
 
     def _with_folded(self, graph: LoweredGraph, names: Collection[str]) -> LoweredGraph:
         """Floats with folded factors that were taken over from another engine."""
@@ -154,19 +173,23 @@ class _Quantizer:
         whole = [site for site in sites if site.experts is None]
         for site in whole:
             if self._work.find(_inputs_name(site)) is None:
-                self._work.keep_inputs(_inputs_name(site), {ALL: self._collect(interpreter, position, site)}, {})
+                self._work.keep_inputs(
+                    _inputs_name(site), {ALL: self._collect(interpreter, position, site, Statistics.INPUTS)}, {}
+                )
         missing = [s for s in sites if s.experts is not None and self._work.find(_inputs_name(s)) is None]
         if missing:
             routing = Routing(interpreter, position, missing[0].experts or 0)
             for site in missing:
-                given = self._expert_inputs(routing, site, loader)
+                given = self._expert_inputs(routing, site, loader, Statistics.INPUTS)
                 found = {str(expert): given(expert) for expert in range(site.experts or 0)}
                 if _input_of(site) == GATE_UP:
-                    found[ALL] = self._collect(interpreter, position, site)
+                    found[ALL] = self._collect(interpreter, position, site, Statistics.INPUTS)
                 self._work.keep_inputs(_inputs_name(site), found, routing.facts())
 
-    def _collect(self, interpreter: Interpreter, position: int, site: Site) -> LayerInputs:
-        collector = InputCollector(site.columns, self._needs(site), name=site.label, threads=self._threads)
+    def _collect(
+        self, interpreter: Interpreter, position: int, site: Site, needs: Statistics | None = None
+    ) -> LayerInputs:
+        collector = InputCollector(site.columns, needs or self._needs(site), name=site.label, threads=self._threads)
 
         def add(_: int, inputs: Sequence[NDArray[Any] | None]) -> None:
             assert inputs[0] is not None, "products have an input"
@@ -175,7 +198,9 @@ class _Quantizer:
         interpreter.visit(position, add)
         return collector.finish()
 
-    def _expert_inputs(self, routing: Routing, site: Site, loader: Loader) -> ExpertInputs:
+    def _expert_inputs(
+        self, routing: Routing, site: Site, loader: Loader, needs: Statistics | None = None
+    ) -> ExpertInputs:
         step = routing.step
         inner, bias = None, None
         if _input_of(site) == DOWN:
@@ -188,7 +213,7 @@ class _Quantizer:
         return ExpertInputs(
             routing,
             site.columns,
-            self._needs(site),
+            needs or self._needs(site),
             inner=inner,
             bias=bias,
             threads=self._threads,

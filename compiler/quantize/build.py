@@ -51,7 +51,8 @@ class Result:
         q = self.quantization
         coverage.check(q.planned, q.graph)
         found = coverage.manifest(q.planned, q.graph, lowered.weights, q.records, q.scales.touched)
-        return {"compute": q.planned.compute, **found, "recipe": self.recipe}
+        budget = {} if q.budget is None else {"budget": q.budget}
+        return {"compute": q.planned.compute, **found, **budget, "recipe": self.recipe}
 
 
 def quantization_text(planned: Planned) -> str:

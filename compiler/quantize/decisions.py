@@ -40,6 +40,7 @@ class Planned:
     sites: Sequence[Site]
     decisions: Mapping[str, Decision]
     compute: str
+    budget: str | None = None
 
     @property
     def chosen(self) -> Sequence[Site]:
@@ -55,6 +56,8 @@ class Planned:
     @property
     def needs_calibration(self) -> bool:
         """Whether tokens have to be run."""
+        if self.budget is not None:
+            return True
         return any(self.method(s).needs is not Statistics.NONE for s in self.chosen if s.product is not None)
 
 
@@ -75,7 +78,7 @@ def plan(graph: LoweredGraph, parameters: Mapping[str, WeightSource], recipe: Re
             graph = split_parts(graph, site, groups)
     sites = find_sites(graph, parameters)
     decisions = {site.name: _of_all_parts(recipe, site) for site in sites}
-    planned = Planned(graph, sites, decisions, compute)
+    planned = Planned(graph, sites, decisions, compute, recipe.budget)
     if not planned.chosen:
         raise UsageError(
             f"--quant: none of the {len(sites)} weights would be quantized: "
