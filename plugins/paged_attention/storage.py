@@ -51,8 +51,9 @@ def round_trip(x: Array, dtype: str, *, keys: bool) -> Array:
     - int4: for each 64 dims step = (max - min) / 15 and min, both rounded to float16, code = (x - min) * (1 / step)
       rounded and clamped to 0 .. 15; the number is step * code + min. Keys have codes of 5 bits, 0 .. 31: with 4 they
       cost a small model 3 % of perplexity, values 0.2 %.
-    - These three rotate keys (see ``rotate``) before and back after, so that few large dims spoil no others, and int4
-      values too. Kernels rotate queries and results in place of what they read.
+    - int8 and int4 rotate keys (see ``rotate``) before and back after, so that few large dims spoil no others, and int4
+      values too. Kernels rotate queries and results in place of what they read. Errors of float8_e4m3 stay with their
+      dims: where keys have large dims that hardly change (Qwen2.5), rotation would spread them.
 
     A row with a number that is not finite becomes NaN in full (int4: its group), also where float16 is too small.
     """
@@ -64,7 +65,7 @@ def round_trip(x: Array, dtype: str, *, keys: bool) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype in ("bfloat16", "float16"):
             return _rounded(x, dtype)
-        rotated = keys or dtype == "int4"
+        rotated = dtype == "int4" or (keys and dtype == "int8")
         stored = rotate(x) if rotated else x
         result = _int4(stored, 31 if keys else 15) if dtype == "int4" else _scaled(stored, dtype)
         return rotate(result) if rotated else result

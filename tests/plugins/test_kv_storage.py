@@ -40,8 +40,8 @@ def test_errors_are_at_most_half_a_step(dims: int, keys: bool) -> None:
     turn = rotate if keys else lambda y: y
     spread, largest = turn(x), np.abs(turn(x)).max(-1, keepdims=True)
     assert (np.abs(turn(round_trip(x, "int8", keys=keys)) - spread) <= largest / 127 * 0.501).all()
-    half = np.maximum(np.abs(spread) / 16, largest / 448 * 2.0**-10)
-    assert (np.abs(turn(round_trip(x, "float8_e4m3", keys=keys)) - spread) <= half * 1.01 + largest * 1e-6).all()
+    half = np.maximum(np.abs(x) / 16, np.abs(x).max(-1, keepdims=True) / 448 * 2.0**-10)
+    assert (np.abs(round_trip(x, "float8_e4m3", keys=keys) - x) <= half * 1.01).all()
     spread, back = rotate(x), rotate(round_trip(x, "int4", keys=keys))
     for start in range(0, dims, 64):
         part = np.s_[..., start : start + 64]
@@ -110,7 +110,7 @@ def test_kernels_store_the_codes_that_are_meant(dims: int, keys: bool, isa: str)
         scales = page[16 * dims :].view(np.float32)
         numbers = codes.view(np.int8 if dtype == "int8" else ml_dtypes.float8_e4m3fn).astype(np.float32)
         found = numbers[:rows] * scales[:rows, None]
-        found = rotate(found) if keys else found
+        found = rotate(found) if keys and dtype == "int8" else found
         np.testing.assert_array_equal(found, round_trip(x, dtype, keys=keys))
 
 
