@@ -218,7 +218,7 @@ def test_gguf(tmp_path: Path) -> None:
         tensors[name] = random.normal(size=64).astype(np.float32) + 1
     metadata = {f"llama.{key}": value for key, value in GGUF_SIZES.items()}
     path = write_gguf(tmp_path / "m.gguf", "llama", metadata | {"tokenizer.ggml.eos_token_id": 2}, tensors)
-    build_engine(path, tmp_path / "engine", BuildConfig(compute="float32"))
+    build_engine(path, tmp_path / "engine", BuildConfig(compute="float32", kv_dtype="float32"))
     sizes = {"num_hidden_layers": 1, "tie_word_embeddings": True, "rope_theta": 10000.0}
     expected = expected_logits(path, CONFIG | SIZES | sizes)
     assert close(engine_logits(tmp_path / "engine"), expected, 1e-4)
