@@ -24,10 +24,10 @@ void packed_row(const T* panel, std::int64_t lane, bool pairs, float* y, std::in
 }
 
 float e4m3(std::uint8_t code) {
-  const std::uint32_t bits = std::uint32_t{code & 0x80u} << 24 | std::uint32_t{code & 0x7fu} << 20;
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x * 0x1p120f;
+  const std::uint32_t rest = code & 0x7fu, bits = (rest << 20) + (120u << 23);
+  float x = static_cast<float>(rest) * 0x1p-9f;  // below 2^-6
+  if (rest >= 8) std::memcpy(&x, &bits, 4);
+  return code & 0x80u ? -x : x;
 }
 
 // The numbers that the codes of a row stand for, as packing.dequantize computes them.
