@@ -73,6 +73,7 @@ def quantize_site(
         CompileError: numbers that are not finite.
         ResourceError: the disk is full.
     """
+    # long: one pass over the weight makes codes, scales and the errors of the report
     found = work.find(site.name)
     if found is not None:
         advance(site.numbers)

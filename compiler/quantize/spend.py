@@ -62,19 +62,7 @@ def spend(
         UsageError: the budget is too small.
     """
     layers = _layers(planned)
-    record = work.find(RECORD)
-    if record is None:
-        progress.step("measuring what few bits do", sum(s.numbers for sites in layers for s in sites), "numbers")
-        damages = {}
-        for sites in layers:
-            found = [sum(_damage(graph, site, planned, bits, inputs) for site in sites) for bits in (NARROW, WIDE)]
-            damages[sites[0].name] = [float(f"{value:.8g}") for value in found]
-            progress.advance(sum(site.numbers for site in sites))
-        with work.record(RECORD, {"damages": damages}):
-            pass
-        record = work.find(RECORD)
-    assert record is not None, "it was just written"
-    damages = record.facts["damages"]
+    damages = _measured(graph, planned, layers, work, inputs, progress)
     fixed = [site for site in planned.chosen if planned.decisions[site.name].reason]
     front = pareto_front(
         {
@@ -103,6 +91,31 @@ def spend(
     ]
     facts = {"budget": budget, "bits_per_weight": round((chosen.bits + taken) / numbers, 4), "table": table}
     return replace(planned, decisions=decisions), facts
+
+
+def _measured(
+    graph: LoweredGraph,
+    planned: Planned,
+    layers: Sequence[Sequence[Site]],
+    work: Work,
+    inputs: Callable[[Site, int | None], LayerInputs | None],
+    progress: Progress,
+) -> dict[str, list[float]]:
+    """The damage of each layer, by the name of its first weight, with few bits and with more."""
+    record = work.find(RECORD)
+    if record is None:
+        progress.step("measuring what few bits do", sum(s.numbers for sites in layers for s in sites), "numbers")
+        measured = {}
+        for sites in layers:
+            found = [sum(_damage(graph, site, planned, bits, inputs) for site in sites) for bits in (NARROW, WIDE)]
+            measured[sites[0].name] = [float(f"{value:.8g}") for value in found]
+            progress.advance(sum(site.numbers for site in sites))
+        with work.record(RECORD, {"damages": measured}):
+            pass
+        record = work.find(RECORD)
+    assert record is not None, "it was just written"
+    damages: dict[str, list[float]] = record.facts["damages"]
+    return damages
 
 
 def _layers(planned: Planned) -> list[list[Site]]:
