@@ -203,9 +203,10 @@ def open_work(target: Path, key: Mapping[str, Any], progress: Progress) -> Itera
     path = work_path(target)
     digest = key_digest(key)
     with disk_errors(path):
-        if path.exists() and _key_of(path) != digest:
-            progress.note(f"{path}: belongs to a build with other inputs or options; removed")
-            shutil.rmtree(path)
+        if path.exists() and (found := _key_of(path)) != digest:
+            if found is not None:  # without a key it is what was left while a folder was removed
+                progress.note(f"{path}: belongs to a build with other inputs or options; removed")
+            _remove(path)
         elif path.exists():
             progress.note(f"taking up what an earlier build left in {path}")
         path.mkdir(exist_ok=True)
@@ -220,13 +221,13 @@ def open_work(target: Path, key: Mapping[str, Any], progress: Progress) -> Itera
         yield work
     except BaseException as problem:
         if work.is_empty:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         elif isinstance(problem, LlmcError):
             problem.args = (f"{problem}; {KEPT} in {path}, and the next build with the same options goes on there",)
         else:
             progress.note(f"{KEPT} in {path}; the same command goes on there")
         raise
-    shutil.rmtree(path)
+    _remove(path)
 
 
 def work_path(target: Path) -> Path:
@@ -248,6 +249,12 @@ def write_whole(path: Path, value: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def _remove(path: Path) -> None:
+    """The key goes first, so that a build that is killed here leaves nothing that counts."""
+    (path / KEY).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _key_of(path: Path) -> str | None:
