@@ -47,7 +47,6 @@ CASES = {
     "MTH-26": "the order of GPTQ columns by their activations",
     "MTH-29": "biases of attention are used where they are, and none is left over",
     "MTH-31": "a group size of -1 is one group per channel",
-    "MTH-31": "a group size of -1 is a group for each row",
     "MTH-32": "a head that is missing is an error, never random",
     "MTH-34": "an attention factor that is given goes before the default",
     "MTH-37": "a window that is off is full attention",

@@ -237,7 +237,7 @@ def test_the_kv_cache_has_a_dtype_of_its_own(tmp_path: Path) -> None:
         assert engine.kv_bytes_per_token == sum(
             slot.kv_heads * bytes_per_position(stored, slot.key_dim, slot.value_dim) for slot in engine.plan.kv_slots
         )
-    with pytest.raises(UsageError, match="int3: unknown; known: auto, float32, .*, float8_e4m3, int8, int4"):
+    with pytest.raises(UsageError, match=r"int3: unknown; known: auto, float32, .*, float8_e4m3, int8, int4"):
         BuildConfig(kv_dtype="int3")
 
 
