@@ -100,7 +100,7 @@ def _scaled(x: Array, dtype: str) -> Array:
     stored = finite & (largest >= SMALLEST)
     inverse = most / np.where(stored, largest, 1)
     scale = np.where(stored, largest / most, np.where(finite, 0, np.nan)).astype(np.float32)
-    y = np.where(stored, x, 0) * inverse
+    y = (np.where(stored, x, 0) * inverse).astype(np.float32)
     codes = _rounded(y, "float8_e4m3fn") if dtype == "float8_e4m3" else np.rint(y)
     return codes * scale
 
