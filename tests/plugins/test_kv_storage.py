@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from test_paged_attention import Cache, Rows, Shape, sequence
+from attention_cache import Cache, Rows, Shape, sequence
 
 from llmc.errors import KernelError
 from llmc.plugins import kernels
