@@ -24,10 +24,11 @@ from llmc.quantization.base import (
 )
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import Preset, option
-from llmc.quantization.rounding import round_scale, round_to_nearest
+from llmc.quantization.rounding import join_groups, round_scale, round_to_nearest, split_groups
 
 W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and per token")
 
+_ACTIVATIONS = {"token": Activations.PER_TOKEN, "group": Activations.PER_GROUP, "static": Activations.STATIC}
 _ALPHAS = np.linspace(0, 1, 21)
 _LEAST_SHARE = 1e-3  # of the mean: columns whose inputs calibration hardly saw don't get factors near 0
 
@@ -42,7 +43,11 @@ class SmoothQuant(Method):
 
     search: bool = option(True, "the alpha of each layer is the one with the least error of its outputs")
     alpha: float = option(0.5, "how much of the inputs' range moves to the weights, with search=false", low=0, high=1)
-    static: bool = option(False, "one scale for the inputs of all tokens, from calibration, in place of one per token")
+    inputs: str = option(
+        "token",
+        "what shares a scale of the inputs: a token, 128 columns of it, or all tokens (static, from calibration)",
+        choices=("token", "group", "static"),
+    )
 
     @property
     def weights(self) -> Scheme:
@@ -52,11 +57,11 @@ class SmoothQuant(Method):
     @property
     def activations(self) -> Activations:
         """What happens to the inputs."""
-        return Activations.STATIC if self.static else Activations.PER_TOKEN
+        return _ACTIVATIONS[self.inputs]
 
     def activation_scale(self, inputs: LayerInputs) -> float | None:
         """The scale of static activations: the largest input is 127 steps."""
-        return float(round_scale(inputs.max_abs.max() / np.float32(127))[0]) if self.static else None
+        return float(round_scale(inputs.max_abs.max() / np.float32(127))[0]) if self.inputs == "static" else None
 
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None
@@ -91,9 +96,10 @@ class SmoothQuant(Method):
         rows, largest = inputs.rows, inputs.max_abs
         if scale is not None:
             weight, rows, largest = weight * scale, rows / scale, largest / scale
-        span = largest.max() if self.static else np.abs(rows).max(1, keepdims=True)
+        pieces = split_groups(rows, self.x_group)
+        span = largest.max() if self.inputs == "static" else np.abs(pieces).max(-1, keepdims=True)
         step = np.maximum(span, np.float32(1e-30)) / np.float32(127)
-        rounded = np.clip(np.rint(rows / step), -127, 127) * step
+        rounded = join_groups(np.clip(np.rint(pieces / step), -127, 127) * step, rows.shape[1])
         outputs = rounded @ round_to_nearest(weight, self.weights).dequantize().T
         return float(np.sum(np.square(outputs - wanted), dtype=np.float64))
 

@@ -4,25 +4,27 @@ from quantized_layers import Layer, layer
 
 from llmc.errors import CompileError, UsageError
 from llmc.quantization.base import Activations, LayerInputs, Method, Scheme, parse_method
+from llmc.quantization.rounding import join_groups, split_groups
 
 
 def error(case: Layer, method: Method, scale: np.ndarray | None) -> float:
     """The relative squared error of the outputs with int8 inputs, as the kernel rounds them."""
     factors = np.ones(case.rows.shape[1], np.float32) if scale is None else scale
     rows = case.rows / factors
-    step = method.activation_scale(case.inputs().divided(factors)) or np.abs(rows).max(1, keepdims=True) / 127
-    rounded = np.clip(np.rint(rows / step), -127, 127) * step
+    pieces = split_groups(rows, method.x_group)
+    step = method.activation_scale(case.inputs().divided(factors)) or np.abs(pieces).max(-1, keepdims=True) / 127
+    rounded = join_groups(np.clip(np.rint(pieces / step), -127, 127) * step, rows.shape[1])
     weight = method.quantize(case.weight * factors)[0].dequantize()
     wanted = case.rows @ case.weight.T
     return float(np.square(rounded @ weight.T - wanted).sum() / np.square(wanted).sum())
 
 
-@pytest.mark.parametrize("static", ["true", "false"])
-def test_columns_with_large_inputs_cost_less(static: str) -> None:
+@pytest.mark.parametrize("inputs", ["token", "group", "static"])
+def test_columns_with_large_inputs_cost_less(inputs: str) -> None:
     case = layer(spread=1.5)
     errors = []
     for options in ("alpha=0.5,search=false", "search=true"):
-        method = parse_method(f"smoothquant:{options},static={static}")
+        method = parse_method(f"smoothquant:{options},inputs={inputs}")
         errors.append(error(case, method, method.input_scale(case.weight, case.inputs())))
     assert errors[0] < 0.7 * error(case, method, None)
     assert errors[1] <= errors[0] * 1.05  # chosen on a sample of the rows
@@ -43,7 +45,8 @@ def test_weights_and_activations() -> None:
     assert parse_method("w8a8").x_group == 0
     case = layer()
     assert parse_method("w8a8").activation_scale(case.inputs()) is None
-    static = parse_method("w8a8:static=true")
+    assert parse_method("w8a8:inputs=group").x_group == 128
+    static = parse_method("w8a8:inputs=static")
     assert static.activations is Activations.STATIC
     assert static.activation_scale(case.inputs()) == pytest.approx(np.abs(case.rows).max() / 127, rel=1e-3)
 
@@ -76,7 +79,7 @@ def test_without_tokens_there_are_no_factors() -> None:
 def test_zeros() -> None:
     case = Layer(np.zeros((3, 64), np.float32), np.zeros((5, 64), np.float32))
     for options in ("search=false", "search=true"):
-        method = parse_method(f"smoothquant:{options},static=true")
+        method = parse_method(f"smoothquant:{options},inputs=static")
         scale = method.input_scale(case.weight, case.inputs())
         assert scale is None or np.isfinite(scale).all()
         assert method.activation_scale(case.inputs()) == 1

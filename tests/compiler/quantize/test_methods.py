@@ -20,7 +20,8 @@ METHODS = {
     "gptq:group=32": 0.5,
     "awq:group=32": 0.5,
     "smoothquant": 0.07,
-    "smoothquant:static=true": 0.13,
+    "smoothquant:inputs=static": 0.13,
+    "smoothquant:inputs=group": 0.07,
     "fp8": 0.17,
     "fp8:scale=block,inputs=fp8": 0.25,
 }
