@@ -34,7 +34,7 @@ class Rule:
             raise UsageError(f"recipe rule: role {self.role}: unknown; known: {', '.join(ROLES)}")
         try:
             re.compile(self.match or "")
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise UsageError(f"recipe rule: match {self.match!r}: {error}") from error
 
     def fits(self, name: str, role: str) -> bool:
@@ -112,8 +112,17 @@ def read_recipe(path: Path) -> Recipe:
     """Reads a .yaml, .yml or .json file. Raises UsageError for what is unknown or of the wrong type."""
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Of two equal keys YAML would take the second."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} occurs twice", node.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)  # JSON is YAML
     except OSError as error:
         raise UsageError(f"--recipe {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

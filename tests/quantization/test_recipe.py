@@ -91,6 +91,8 @@ def test_json_reads_back_the_same(recipe: Recipe, tmp_path: Path) -> None:
         ("max_ppl_increase: 200", "expected a share, such as 0.02 for 2 %"),
         ("{budget: 4.3bpw, max_ppl_increase: 0.01}", "exclude each other"),
         ("a: [", "not YAML"),
+        ("method: rtn\nmethod: awq", "'method' occurs twice"),
+        ("rules: [{method: rtn, match: 'a{99999999999}'}]", "recipe rule: match .*too large"),
         ("!!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )
