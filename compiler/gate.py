@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 Reader = Callable[[Figures], float]
 
-CONDITION = re.compile(r"\s*([a-z_0-9]+)\s*(<=|>=)\s*([+-]?)(\d+(?:\.\d+)?(?:e-?\d+)?|\.\d+)(%?)\s*")
+CONDITION = re.compile(r"\s*([a-z_0-9]+)\s*(<=|>=)\s*([+-]?)(\d+(?:\.\d+)?(?:e[-+]?\d+)?|\.\d+)(%?)\s*")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Condition:
     def wanted(self) -> str:
         """As it is written."""
         sign = "+" if self.relative and self.limit >= 0 else ""
-        return f"{METRICS[self.metric].better}{sign}{self.limit:g}{'%' if self.relative == '%' else ''}"
+        number = repr(self.limit).removesuffix(".0")  # all digits: the text is parsed again to repeat a build
+        return f"{METRICS[self.metric].better}{sign}{number}{'%' if self.relative == '%' else ''}"
 
 
 @dataclass(frozen=True)
@@ -321,8 +323,10 @@ def _parse_condition(part: str, text: str) -> Condition:
         raise UsageError(f"--gate {text}: {name} has no relative limits; write {name}{operator}NUMBER")
     if metric.is_share and not sign and float(number) > 1:
         raise UsageError(f"--gate {text}: {name} is a share from 0 to 1, not {number}")
-    relative = ("%" if unit else "+") if sign else ""
-    return Condition(name, float(sign + number), relative)
+    limit = float(sign + number)
+    if math.isinf(limit):
+        raise UsageError(f"--gate {text}: {part.strip()} is met by everything; leave it away")
+    return Condition(name, limit, ("%" if unit else "+") if sign else "")
 
 
 def _found(condition: Condition, figures: Figures) -> float:

@@ -39,6 +39,8 @@ def test_grammar() -> None:
     )
     assert gate.text == "ppl<=+2%,top1>=0.95,kl<=0.05,repetition<=+0.1,divergence>=32,kl_p99<=1"
     assert parse_gate(gate.text) == gate
+    long = parse_gate("ppl<=12345678.25,kl<=0.0512345678,kl_max<=3e20")
+    assert parse_gate(long.text) == long, "a build that is repeated has the same limits"
     assert parse_gate("ppl<=-1%").conditions == (Condition("ppl", -1.0, "%"),)
     assert parse_gate("ppl<=20").needs_source is False and parse_gate("ppl<=+20").needs_source is True
 
@@ -52,6 +54,7 @@ def test_grammar() -> None:
         ("ppl=2", "not understood"),
         ("ppl<=two", "not understood"),
         ("ppl<=nan", "not understood"),
+        ("ppl<=1e999", "met by everything"),
         ("accuracy>=0.9", "unknown figure 'accuracy'; known: ppl, kl, kl_p99, kl_max, top1, repetition"),
         ("top1<=0.9", "top1 is the better the larger it is; use top1>=0.9"),
         ("ppl>=2", "ppl is the better the smaller it is; use ppl<=2"),
