@@ -133,8 +133,10 @@ def _row(path: Path, number: int, line: str, tokenize: Tokenize, render: Render)
     where = f"--calib {path}, line {number}"
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not JSON: {error}") from error
+    if "\\u" in line and not _is_unicode(row):
+        raise UsageError(f"{where}: holds half of a surrogate pair, which is no character")
     kinds = [key for key in ("text", "messages", "tokens") if isinstance(row, dict) and key in row]
     if len(kinds) != 1:
         raise UsageError(f'{where}: expected an object with one of "text", "messages" and "tokens"')
@@ -142,8 +144,18 @@ def _row(path: Path, number: int, line: str, tokenize: Tokenize, render: Render)
     if kinds[0] == "text" and isinstance(value, str):
         return tokenize(value)
     if kinds[0] == "tokens" and isinstance(value, list) and all(type(token) is int for token in value):
+        if wrong := [token for token in value if token.bit_length() > 31]:
+            raise UsageError(f"{where}: {wrong[0]} is no token id")
         return [int(token) for token in value]
     if kinds[0] == "messages" and isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         return tokenize(render(value))
     expected = {"text": "a string", "tokens": "a list of whole numbers", "messages": "a list of objects"}[kinds[0]]
     raise UsageError(f'{where}: "{kinds[0]}" is not {expected}')
+
+
+def _is_unicode(row: Any) -> bool:
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
