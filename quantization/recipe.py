@@ -112,7 +112,7 @@ def read_recipe(path: Path) -> Recipe:
     """Reads a .yaml, .yml or .json file. Raises UsageError for what is unknown or of the wrong type."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         """Of two equal keys YAML would take the second."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
