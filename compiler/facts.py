@@ -15,6 +15,7 @@ from llmc.compiler.config import BuildConfig, Limits
 from llmc.compiler.estimate import Estimate
 from llmc.compiler.lower import LoweredModel
 from llmc.compiler.model_config import eos_token_ids, generation_defaults, token_id
+from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.decisions import method_text
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.errors import UsageError
@@ -33,18 +34,6 @@ POSITION_LIMITS = (
 
 ANY_LENGTH = ("bloom", "mpt")
 """Model types without rotary embeddings whose positions have no table either (ALiBi)."""
-
-OPTIONS = (
-    "target",
-    "dtype",
-    "kv_dtype",
-    "max_batch_tokens",
-    "max_sequences",
-    "quantization",
-    "dequantize",
-    "allow_hard_links",
-)
-"""Those that recipe.json lists; a quantization has a section of its own."""
 
 PACKAGES = ("torch", "transformers", "onnx-ir", "numpy", "ml-dtypes", "tokenizers", "gguf")
 """Those whose version may change what a build makes."""
@@ -138,7 +127,7 @@ def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def recipe(config: BuildConfig, limits: Limits, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """All that is needed to build the engine again: options, versions, inputs."""
-    options = {name: getattr(config, name) for name in OPTIONS} | {"max_seq_len": limits.max_seq_len}
+    options = {name: getattr(config, name) for name in locked.OPTIONS} | {"max_seq_len": limits.max_seq_len}
     recipe = config.quantization_recipe
     options["quantization"] = method_text(None if recipe is None else recipe.method)
     return {"options": options, "versions": versions(), "inputs": dict(inputs)}

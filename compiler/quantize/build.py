@@ -125,8 +125,11 @@ def quantized(
         progress.step("preparing calibration")
         tokens = calibration()
     described = _described(recipe, tokens)
+    isa = None if tokens is None else kernels.best_isa()
     if locked is not None:
-        check_calibration(locked, described)
+        check_calibration(locked, described, isa)
+        if tokens is not None:
+            described["calibration"]["source"] = locked["calibration"]["source"]  # whatever the file is called now
     key = {
         "recipe": described,
         "dtype": dtype,
@@ -135,16 +138,16 @@ def quantized(
         "versions": {"llmc": llmc.__version__} | {name: version(name) for name in PACKAGES},
         "weights": [[site.name, list(site.source.shape)] for site in planned.chosen],
     }
-    if tokens is not None:
-        key["isa"] = kernels.best_isa()
+    if isa is not None:
+        key["isa"] = isa
     with open_work(target, key, progress) as work:
         digest = key_digest(key)
         take_over(work, planned, digest, engines, progress)
         chunks = make_chunks(list(tokens.tokens)) if tokens is not None else []
         found = quantize(planned, lambda: chunks, dtype, work, thread_count(), progress)
         section = described | {"compute": planned.compute, "key": digest}
-        if tokens is not None:
-            section["isa"] = key["isa"]
+        if isa is not None:
+            section["isa"] = isa
         yield Result(found, section)
 
 

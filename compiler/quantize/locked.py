@@ -16,6 +16,20 @@ OF_RECIPE = ("method", "rules", "lm_head", "embedding", "budget", "max_ppl_incre
 OF_CALIBRATION = ("source", "samples", "length", "seed")
 """Keys of a recipe; the other ones of the section are results."""
 
+OPTIONS: Mapping[str, type] = {
+    "target": str,
+    "dtype": str,
+    "kv_dtype": str,
+    "max_seq_len": int,
+    "max_batch_tokens": int,
+    "max_sequences": int,
+    "quantization": str,
+    "dequantize": bool,
+    "compute": str,
+    "allow_hard_links": bool,
+}
+"""Options of BuildConfig that recipe.json lists; a quantization has a section of its own."""
+
 
 @cache
 def read(path: Path) -> Mapping[str, Any]:
@@ -30,7 +44,31 @@ def read(path: Path) -> Mapping[str, Any]:
         raise UsageError(f"--locked {path}: {problem.strerror or problem}") from None
     if not isinstance(value, dict) or any(not isinstance(value.get(name), dict) for name in SECTIONS):
         raise UsageError(f"--locked {path}: no recipe.json of an engine; it must have {', '.join(SECTIONS)}")
+    if damaged := next((name for name, fits in _SHAPES.items() if not fits(value.get(name))), None):
+        raise UsageError(f"--locked {path}: its section {damaged} is damaged")
     return value
+
+
+def _is_options(options: Any) -> bool:
+    return all(type(value) is OPTIONS.get(name) for name, value in options.items())
+
+
+def _is_inputs(inputs: Any) -> bool:
+    return all(isinstance(entry, dict) and isinstance(entry.get("sha256"), str) for entry in inputs.values())
+
+
+def _is_quantization(section: Any) -> bool:
+    if section is None:
+        return True
+    if not isinstance(section, dict) or not isinstance(section.get("compute"), str):
+        return False
+    calibration = section.get("calibration")
+    if calibration is None:
+        return True
+    return isinstance(calibration, dict) and all(key in calibration for key in (*OF_CALIBRATION, "sha256"))
+
+
+_SHAPES = {"options": _is_options, "inputs": _is_inputs, "quantization": _is_quantization}
 
 
 def options_of(path: Path) -> dict[str, Any]:
@@ -39,9 +77,7 @@ def options_of(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: see ``read``.
     """
-    found = read(path)
-    compute = section_of(path).get("compute", "auto")
-    return {key: value for key, value in found["options"].items() if key != "quantization"} | {"compute": compute}
+    return {key: value for key, value in read(path)["options"].items() if key != "quantization"}
 
 
 def section_of(path: Path) -> Mapping[str, Any]:
@@ -88,8 +124,8 @@ def check(path: Path, inputs: Mapping[str, Any], versions: Mapping[str, str]) ->
         raise CompileError(f"--locked {path}: can't repeat that build: {'; '.join(found)}")
 
 
-def check_calibration(section: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-    """Compare the tokens of the calibration.
+def check_calibration(section: Mapping[str, Any], described: Mapping[str, Any], isa: str | None) -> None:
+    """Compare the tokens of the calibration, and the kernels that run it (None: there is none).
 
     Raises:
         CompileError: they differ.
@@ -100,4 +136,9 @@ def check_calibration(section: Mapping[str, Any], described: Mapping[str, Any]) 
         raise CompileError(
             f"--locked: the calibration tokens have SHA-256 {hashes[1]}, had {hashes[0]}; give the same text "
             f"({(before or {}).get('source')}) with --calib"
+        )
+    if section.get("isa") != isa:
+        raise CompileError(
+            f"--locked: that build was calibrated with the kernels for {section.get('isa')}, this machine has {isa}: "
+            "its codes would be others; build on such a machine, or without --locked"
         )
