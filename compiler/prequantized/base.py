@@ -112,6 +112,8 @@ class Tensors:
         if name not in self.left:
             raise CheckpointError(f"{self.where}: tensor {name!r} is missing{why and f', {why}'}")
         source = self.left.pop(name)
+        if 0 in source.shape:
+            raise self.fail(name, f"has the shape {list(source.shape)}: it is empty")
         allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
         if source.dtype not in allowed:
             raise CheckpointError(

@@ -49,8 +49,8 @@ def _int8(options: Options, tensors: Tensors, stem: str) -> WeightSource:
     rows, columns = weight.shape
     scb = tensors.take(f"{stem}.SCB", "float32", (rows,))
     order = tensors.pop(f"{stem}.weight_format")
-    if order is not None and int(read(order)) != 0:
-        raise CompileError(f"{tensors.where}: {stem}.weight_format is {int(read(order))}; only 0 (rows) is supported")
+    if order is not None and (found := read(order).reshape(-1)[:9].tolist()) != [0]:
+        raise CompileError(f"{tensors.where}: {stem}.weight_format is {found}; only 0 (rows) is supported")
     return Int8(Bits(weight, 128), _Scaled(Reshape(scb, (rows, 1))), None, "int8", 0, (rows, columns), options.dtype)
 
 
@@ -145,7 +145,7 @@ class _Nested(Sized):
 
 def _float4(tensors: Tensors, name: str, kind: str) -> WeightSource:
     state = _state(tensors, f"{name}{STATE}{kind}")
-    sizes: tuple[Any, ...] = tuple(state.get("shape", ()))
+    sizes: tuple[Any, ...] = tuple(state["shape"]) if isinstance(state.get("shape"), list) else ()
     block: Any = state.get("blocksize")
     fits = all(type(size) is int and size > 0 for size in (*sizes, block))
     if len(sizes) != 2 or not fits or state.get("quant_type") != kind or state.get("dtype") not in FLOATS:

@@ -76,12 +76,14 @@ def _scheme(options: Options, format: str, tensors: Tensors) -> _Scheme:
     block = values.get("block_structure", list, [])
     if (strategy == "group") != bool(group) or (strategy == "block") != bool(block):
         raise CheckpointError(f"{values.where}: strategy {strategy!r} does not fit group_size and block_structure")
+    if block and (len(block) != 2 or any(type(size) is not int or size < 1 for size in block)):
+        raise CheckpointError(f"{values.where}: block_structure must be two numbers above 0, found {block!r}")
     if (kind == "float") != (format == "float-quantized") and format != "naive-quantized":
         raise CheckpointError(f"{values.where}: numbers of type {kind} in the format {format}")
     if values.get("dynamic", bool, False):
         raise CheckpointError(f"{values.where}: weights can't be dynamic")
     symmetric = values.get("symmetric", bool, True)
-    rows_columns = (int(block[0]), int(block[1])) if len(block) == 2 else (0, 0)
+    rows_columns = (block[0], block[1]) if block else (0, 0)
     return _Scheme(tuple(map(str, targets)), format, kind, bits, symmetric, strategy, group, rows_columns)
 
 
@@ -101,7 +103,7 @@ def _is_named(target: str, stem: str) -> bool:
 def _is_matched(target: str, stem: str) -> bool:
     try:
         return target.startswith("re:") and re.match(target[3:], stem) is not None
-    except re.error:
+    except (re.error, OverflowError, RecursionError):
         return False
 
 

@@ -83,6 +83,7 @@ def test_an_older_key(tmp_path: Path) -> None:
         ("qzeros", np.zeros((3, 8), np.int32), "qzeros' has the shape [3, 8], expected [2, 8]"),
         ("scales", np.zeros((2, 64), np.int32), "scales' is int32, expected float16 or bfloat16 or float32"),
         ("qweight", np.zeros(64, np.int32), "qweight' has the shape [64], expected [any, any]"),
+        ("qweight", np.zeros((0, 8), np.int32), "qweight': has the shape [0, 8]: it is empty"),
     ],
 )
 def test_tensors_of_another_dtype_or_shape(tmp_path: Path, name: str, array: Any, message: str) -> None:

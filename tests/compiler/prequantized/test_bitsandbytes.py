@@ -45,6 +45,16 @@ def test_int8(tmp_path: Path) -> None:
     np.testing.assert_allclose(kept.quantized_rows(0, 64).dequantize(), expected[NAME], rtol=5e-4, atol=1e-7)
 
 
+def test_int8_in_another_order(tmp_path: Path) -> None:
+    def turned(weight: NDArray[np.float32], random: np.random.Generator) -> Packed:
+        tensors, values = pack_int8(weight, random)
+        return tensors | {"weight_format": np.array([0, 1], np.uint8)}, values
+
+    write_quantized(tmp_path, EIGHT, turned)
+    with pytest.raises(LlmcError, match=r"weight_format is \[0, 1\]; only 0 \(rows\) is supported"):
+        Checkpoint.open(tmp_path)
+
+
 def pack_float4(weight: NDArray[np.float32], random: np.random.Generator, nested: bool, kind: str = "nf4") -> Packed:
     """Blocks of 64 run across rows of 80; two codes a byte, the first in the upper half."""
     table = random.uniform(-1, 1, 16).astype(np.float32)
@@ -110,6 +120,7 @@ def test_what_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -
         ("weight", np.zeros((7, 1), np.uint8), "take 2048 bytes"),
         ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b"[1]", np.uint8), "is no JSON object"),
         ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b'{"shape": [1]}', np.uint8), "describes no nf4 matrix"),
+        ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b'{"shape": 1}', np.uint8), "describes no nf4 matrix"),
     ],
 )
 def test_damaged_tensors(tmp_path: Path, name: str, array: NDArray[Any], message: str) -> None:

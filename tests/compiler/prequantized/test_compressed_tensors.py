@@ -142,6 +142,11 @@ def test_groups_of_modules_with_schemes_of_their_own(tmp_path: Path) -> None:
         ("pack-quantized", {"group_size": 16}, "weight_scale': has the shape [64, 2], expected [64, 4]"),
         ("pack-quantized", {"num_bits": 8}, "weight_packed' has the shape [64, 8], expected [64, 16]"),
         ("pack-quantized", {"symmetric": False}, "weight_zero_point' is missing"),
+        (
+            "pack-quantized",
+            {"strategy": "block", "group_size": None, "block_structure": [0, "x"]},
+            "block_structure must be two numbers above 0, found [0, 'x']",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path: Path, format: str, weights: dict[str, Any], message: str) -> None:
@@ -156,7 +161,7 @@ def test_what_is_refused(tmp_path: Path, format: str, weights: dict[str, Any], m
 
 def test_a_module_that_no_group_is_for(tmp_path: Path) -> None:
     values = packed_config()
-    values["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    values["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*", "re:(", "re:a{99999999999}"]
     write_quantized(tmp_path, values, pack_compressed, "bfloat16")
     with pytest.raises(LlmcError, match="q_proj has quantized weights, but no group of config_groups is for it"):
         Checkpoint.open(tmp_path)
