@@ -6,7 +6,7 @@ What has no form of the engine (or is read by other ops) is used as the floats t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -24,7 +24,7 @@ from llmc.compiler.quantized_views import common_scheme, find_quantized, key_of_
 from llmc.compiler.quantized_weights import QuantizedSource, describe
 from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.weights import Array, Slice, WeightSource, numpy_dtype
-from llmc.errors import UsageError
+from llmc.errors import CompileError, KernelError, UsageError
 from llmc.plugins.quantized_linear import packing
 from llmc.runtime.plan import Storage
 
@@ -241,6 +241,13 @@ class _Packed:
     def _lead(self) -> tuple[int, ...]:
         return self.source.shape[:-2]
 
+    def _packed(self, pack: Callable[..., NDArray[Any]], *given: Any) -> NDArray[Any]:
+        """Raises CompileError for numbers that are not finite."""
+        try:
+            return pack(*given)
+        except KernelError as problem:
+            raise CompileError(f"{self.name}: {problem}; the checkpoint is damaged, get it once more") from None
+
     def _ranges(self) -> Iterator[tuple[int, int]]:
         """Rows of all matrices, whole panels of a matrix at a time."""
         rows, columns = self.source.shape[-2:]
@@ -264,7 +271,8 @@ class _Codes(_Packed):
         """Panels."""
         scheme = self.source.scheme
         for start, stop in self._ranges():
-            yield packing.pack(scheme.format, scheme.group, self.source.quantized_rows(start, stop).codes)
+            codes = self.source.quantized_rows(start, stop).codes
+            yield self._packed(packing.pack, scheme.format, scheme.group, codes)
 
 
 class _Scales(_Packed):
@@ -280,7 +288,7 @@ class _Scales(_Packed):
     def chunks(self) -> Iterator[NDArray[Any]]:
         """Panels."""
         for start, stop in self._ranges():
-            yield packing.pack_scales(self.source.scale_rows(start, stop)[0], self.dtype)
+            yield self._packed(packing.pack_scales, self.source.scale_rows(start, stop)[0], self.dtype)
 
 
 class _Zeros(_Scales):
@@ -294,4 +302,4 @@ class _Zeros(_Scales):
         for start, stop in self._ranges():
             zero = self.source.scale_rows(start, stop)[1]
             assert zero is not None, "there are zero points"
-            yield packing.pack_scales(zero, self.dtype)
+            yield self._packed(packing.pack_scales, zero, self.dtype)

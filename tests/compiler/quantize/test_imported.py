@@ -37,7 +37,7 @@ from llmc.compiler.progress import Progress
 from llmc.compiler.quantized_views import find_quantized
 from llmc.compiler.quantized_weights import in_order
 from llmc.compiler.weights import read
-from llmc.errors import UsageError
+from llmc.errors import CompileError, UsageError
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
 
@@ -61,6 +61,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., Any], tuple[str, int]]] =
     ),
     "fp8": (FP8, pack_fp8, ("fp8", 32)),
 }
+
+
+@pytest.mark.parametrize(("kind", "end"), [("gptq v1", "scales"), ("fp8", "weight")])
+def test_numbers_that_are_not_finite(tmp_path: Path, kind: str, end: str) -> None:
+    values, pack, _ = FORMATS[kind]
+
+    def broken(weight: NDArray[np.float32], random: np.random.Generator) -> Any:
+        tensors, expected = pack(weight, random)
+        if weight.shape == (64, 96):
+            tensors[end] = np.full(tensors[end].shape, np.nan, tensors[end].dtype)
+        return tensors, expected
+
+    write_quantized(tmp_path / "model", values, broken)
+    with pytest.raises(CompileError, match=r"down_proj\.weight.*; the checkpoint is damaged"):
+        build_engine(tmp_path / "model", tmp_path / "engine", BuildConfig())
+    assert not (tmp_path / "engine").exists()
 
 
 def compiled(path: Path, **options: Any) -> Compiled:
