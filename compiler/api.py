@@ -34,6 +34,7 @@ from llmc.compiler.targets.base import Target, find_target
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.compiler.trace import TracedProgram, trace
 from llmc.errors import UsageError
+from llmc.quantization.calibration import CalibrationSettings
 from llmc.runtime import manifest
 from llmc.runtime.manifest import KvCacheSpec, ModelFacts
 
@@ -151,6 +152,8 @@ def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) 
 
 def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progress) -> Compiled:
     """All stages up to the plan. No weight is read."""
+    if config.reuse is not None and not (config.reuse / manifest.NAME).exists():
+        raise UsageError(f"--reuse {config.reuse}: there is no engine")
     target = find_target(config.target)
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
@@ -181,6 +184,8 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
             raise UsageError("recipe: max_ppl_increase is not supported by this version; give a budget, and --gate")
         if recipe.budget is not None:
             check_budget(planned)
+        if not planned.needs_calibration and recipe.calibration != CalibrationSettings():
+            progress.note("the text for calibration is not looked at: what is quantized here needs none")
     else:
         imported = keep_quantized(steps, parameters, config.compute)
         steps = steps if imported is None else imported.graph

@@ -104,7 +104,7 @@ def decide(recipe: Recipe, part: Part, site: Site) -> Decision:
         wanted["head"] = recipe.lm_head or recipe.embedding
     if not wanted.get(site.role, True):
         return Decision(None, f"{site.role}: only with {_OPTIONS[site.role]}")
-    if part.rows * site.columns * (site.experts or 1) < MIN_NUMBERS:
+    if site.experts is None and part.rows * site.columns < MIN_NUMBERS:
         return Decision(None, f"too small: less than {MIN_NUMBERS} numbers")
     return Decision(recipe.method, "")
 

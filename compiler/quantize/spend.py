@@ -31,13 +31,26 @@ RECORD = "budget"
 
 
 def check_budget(planned: Planned) -> None:
-    """Raises UsageError for a method that has no 4 and 8 bits to choose from."""
+    """Before time is spent.
+
+    Raises:
+        UsageError: a method has no 4 and 8 bits to choose from, rules have chosen already, or 4 bits are too many.
+    """
+    if all(planned.decisions[site.name].reason for site in planned.chosen):
+        raise UsageError("--budget: rules name the method of every weight, so there is nothing to choose")
     for site in planned.chosen:
         method = planned.method(site)
         if not planned.decisions[site.name].reason and not (
             isinstance(method, IntegerMethod) and method.bits == NARROW
         ):
             raise UsageError(f"--budget: chooses between 4 and 8 bits, but {method_text(method)} has no 4 bits")
+    least = sum(_bits(site, planned.method(site)) for site in planned.chosen)
+    numbers = sum(site.numbers for site in planned.chosen)
+    if planned.budget is not None and least > parse_budget(planned.budget) * numbers:
+        raise UsageError(
+            f"--budget {planned.budget}: is too small, with as few bits as there may be a weight takes "
+            f"{least / numbers:.3f} with its scales; give more, or larger groups"
+        )
 
 
 def spend(

@@ -10,11 +10,21 @@ import pytest
 from checkpoints import llama_arrays, write_llama, write_model
 from quantizable import token_file
 
-from llmc.compiler.api import build_engine
+from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
+from llmc.compiler.progress import Progress
 from llmc.errors import CompileError, UsageError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +67,8 @@ def refused(model: Path, folder: Path, error: type[Exception], message: str, **o
         ({"quantization": "rtn", "compute": "int3"}, r"--compute int3: unknown; known: auto, int8"),
         ({"quantization": "awq"}, r"the model has no tokenizer; give token ids"),
         ({"quantization": "awq", "calib": "missing.txt"}, r"--calib missing.txt: No such file"),
+        ({"quantization": "rtn:group=32", "budget": "4.4bpw"}, r"--budget 4.4bpw: is too small, .* a weight takes 4.5"),
+        ({"quantization": "rtn", "reuse": Path("missing")}, r"--reuse missing: there is no engine"),
     ],
 )
 def test_options_that_do_not_fit(model: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
@@ -80,6 +92,15 @@ def test_rules_that_fit_nothing(model: Path, tmp_path: Path) -> None:
         BuildConfig(recipe=recipe)
     recipe.write_text("rules: [{match: '.*', method: none}, {role: head, method: rtn}]\n")
     refused(model, tmp_path, UsageError, "decides for no weight", recipe=recipe)
+    recipe.write_text("rules: [{match: '.*', method: rtn}]\n")
+    refused(model, tmp_path, UsageError, "--budget: rules name the method of every", recipe=recipe, budget="5bpw")
+
+
+def test_text_that_nothing_looks_at(model: Path) -> None:
+    notes = Notes()
+    config = BuildConfig(quantization="rtn", calib="missing.txt")
+    compile_model(open_checkpoint(model, config, notes), config, notes)
+    assert any("the text for calibration is not looked at" in note for note in notes.notes)
 
 
 @pytest.mark.parametrize("quantization", ["rtn", "awq:group=32", "gptq:group=32", "smoothquant", "fp8"])
