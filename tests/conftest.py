@@ -1,11 +1,15 @@
 """Where real models and texts are, and engines that several tests use."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def models_folder() -> Path:

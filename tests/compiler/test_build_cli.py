@@ -98,7 +98,8 @@ def test_exit_codes_and_messages(built: Path, tmp_path: Path) -> None:
 
     out = ("-o", tmp_path / "e")
     fails(2, "-o ENGINE", arguments=(model,))
-    fails(2, "not supported by this version", arguments=(model, *out, "--quant", "awq"))
+    fails(2, "unknown", "awq", arguments=(model, *out, "--quant", "aqw"))
+    fails(2, "too small", "--quant-lm-head", arguments=(model, *out, "--quant", "rtn"))
     fails(2, "float32", arguments=(model, *out, "--dtype", "int8"))
     fails(2, "known: cpu", arguments=(model, *out, "--target", "tpu"))
     fails(2, "--max-seq-len", arguments=(model, *out, "--max-seq-len", 0))

@@ -460,7 +460,8 @@ def test_art_18_config_errors_say_what_is_supported(tmp_path: Path) -> None:
     arrays = llama_arrays()
     refused(write_model(tmp_path, arrays, hidden_size="wide"), "hidden_size")
     refused(write_model(tmp_path, arrays, num_hidden_layers=10**9), "1000000000 layers", error=CompileError)
-    refused(write_llama(tmp_path, quantization_config={"quant_method": "gptq"}), "gptq", error=CompileError)
+    refused(write_llama(tmp_path, quantization_config={"quant_method": "gptq"}), "bits is missing")
+    refused(write_llama(tmp_path, quantization_config={"quant_method": "magic"}), "magic", "gptq", error=CompileError)
     rope = {"rope_type": "spiral", "factor": 2.0}
     refused(write_llama(tmp_path, rope_scaling=rope), "'spiral'", "yarn", error=CompileError)
 

@@ -285,7 +285,7 @@ def test_limits_of_the_model(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_of_this_version(tmp_path: Path) -> None:
-    for values in ({"dtype": "int8"}, {"kv_dtype": "fp4"}, {"quantization": "awq"}, {"max_sequences": 0}):
+    for values in ({"dtype": "int8"}, {"kv_dtype": "fp4"}, {"max_sequences": 0}):
         with pytest.raises(UsageError, match="--"):
             BuildConfig(**values)
     with pytest.raises(UsageError, match="cuda"):

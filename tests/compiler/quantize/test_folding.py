@@ -22,7 +22,7 @@ EXPECTED = {
     "falcon_new": {"norm", "attention"},
     "mpt": {"norm", "attention"},
     "gpt_oss": {"norm", "attention"},
-    "deepseek_v3": {"norm", "glu", "experts"},
+    "deepseek_v3": {"norm", "attention", "glu", "experts"},
     "phi3": {"norm", "attention", "glu"},
     "olmo2": {"norm", "attention", "glu"},
 }
