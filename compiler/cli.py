@@ -61,7 +61,7 @@ def build(
     llmc build model/ -o engine/
     llmc build model.gguf -o engine/ --dtype float32 --max-seq-len 4096
     llmc build --quant awq model/ -o engine/                  int4 weights, calibrated
-    llmc build --quant rtn:bits=8,group=0 model/ -o engine/   int8 weights, in seconds
+    llmc build --quant int8 model/ -o engine/                 int8 weights, in seconds
     llmc build --quant w8a8 --calib texts.jsonl model/ -o engine/
     """  # noqa: D301 - click's mark for lines that it must not wrap
     from llmc.compiler.api import build_engine, compile_model, open_checkpoint

@@ -9,7 +9,7 @@ from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized
 from llmc.quantization.options import Preset, option
 from llmc.quantization.rounding import IntegerMethod, round_to_nearest, search_clip, split_groups
 
-INT8 = Preset("int8", "rtn:bits=8,group=0", "weight-only int8, one scale per output channel")
+INT8 = Preset("int8", "rtn:bits=8,group=32", "weight-only int8, groups of 32")
 INT4 = Preset("int4", "rtn:bits=4,group=128", "weight-only int4, groups of 128")
 
 

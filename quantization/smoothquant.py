@@ -26,7 +26,7 @@ from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import Preset, option
 from llmc.quantization.rounding import join_groups, round_scale, round_to_nearest, split_groups
 
-W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and per token")
+W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and 128 inputs")
 
 _ACTIVATIONS = {"token": Activations.PER_TOKEN, "group": Activations.PER_GROUP, "static": Activations.STATIC}
 _ALPHAS = np.linspace(0, 1, 21)
@@ -44,9 +44,9 @@ class SmoothQuant(Method):
     search: bool = option(True, "the alpha of each layer is the one with the least error of its outputs")
     alpha: float = option(0.5, "how much of the inputs' range moves to the weights, with search=false", low=0, high=1)
     inputs: str = option(
-        "token",
-        "what shares a scale of the inputs: a token, 128 columns of it, or all tokens (static, from calibration)",
-        choices=("token", "group", "static"),
+        "group",
+        "what shares a scale of the inputs: 128 columns of a token, a token, or all tokens (static, from calibration)",
+        choices=("group", "token", "static"),
     )
 
     @property

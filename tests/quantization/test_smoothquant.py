@@ -41,11 +41,11 @@ def test_the_formula() -> None:
 
 def test_weights_and_activations() -> None:
     assert parse_method("w8a8").weights == Scheme("int8", 0)
-    assert parse_method("w8a8").activations is Activations.PER_TOKEN
-    assert parse_method("w8a8").x_group == 0
+    assert parse_method("w8a8").x_group == 128
+    assert parse_method("w8a8:inputs=token").activations is Activations.PER_TOKEN
+    assert parse_method("w8a8:inputs=token").x_group == 0
     case = layer()
     assert parse_method("w8a8").activation_scale(case.inputs()) is None
-    assert parse_method("w8a8:inputs=group").x_group == 128
     static = parse_method("w8a8:inputs=static")
     assert static.activations is Activations.STATIC
     assert static.activation_scale(case.inputs()) == pytest.approx(np.abs(case.rows).max() / 127, rel=1e-3)

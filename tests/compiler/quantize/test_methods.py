@@ -21,7 +21,7 @@ METHODS = {
     "awq:group=32": 0.5,
     "smoothquant": 0.07,
     "smoothquant:inputs=static": 0.13,
-    "smoothquant:inputs=group": 0.07,
+    "smoothquant:inputs=token": 0.07,
     "fp8": 0.17,
     "fp8:scale=block,inputs=fp8": 0.25,
 }
