@@ -36,6 +36,7 @@ CASES = {
     "MTH-04": "a stale head beside tied embeddings is warned of and not used",
     "MTH-05": "zero points of GPTQ, in both formats",
     "MTH-07": "yarn that is switched off, by factor 1 or by flag",
+    "MTH-08": "scales and zeros of a quantized product are what they are called",
     "MTH-09": "a window of w sees w tokens",
     "MTH-11": "a head size that is not hidden size / heads",
     "MTH-12": "token ids of added tokens are in range",

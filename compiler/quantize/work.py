@@ -133,6 +133,20 @@ class Work:
         """Whether nothing would be lost with it."""
         return not self._records and not (self.path / "state.json").exists()
 
+    def is_whole(self) -> bool:
+        """Whether all records can be read, and their tensors are there in full; finds all of them."""
+        try:
+            for file in sorted(self.path.glob("*.json")):
+                if file.name in (KEY, "state.json"):
+                    continue
+                record = self.find(strict.parse_json(file.read_bytes(), file.name)["name"])
+                tensors = () if record is None else self.tensors(record).values()
+                if any(tensor.path.stat().st_size < tensor.begin + tensor.nbytes for tensor in tensors):
+                    return False
+        except (LlmcError, OSError, KeyError, TypeError, AttributeError):
+            return False
+        return True
+
     def find(self, name: str) -> Record | None:
         """A complete result, or None."""
         if name not in self._records:
@@ -207,14 +221,15 @@ def open_work(target: Path, key: Mapping[str, Any], progress: Progress) -> Itera
             if found is not None:  # without a key it is what was left while a folder was removed
                 progress.note(f"{path}: belongs to a build with other inputs or options; removed")
             _remove(path)
+        elif path.exists() and not Work(path).is_whole():
+            progress.note(f"{path}: what an earlier build left there is damaged; removed")
+            _remove(path)
         elif path.exists():
             progress.note(f"taking up what an earlier build left in {path}")
         path.mkdir(exist_ok=True)
         write_whole(path / KEY, {"key": digest, "of": key})
     work = Work(path)
-    for file in sorted(path.glob("*.json")):
-        if file.name not in (KEY, "state.json"):
-            work.find(json.loads(file.read_text())["name"])
+    work.is_whole()  # knows its records from here on
     for part in path.glob("*.part"):
         part.unlink()
     try:

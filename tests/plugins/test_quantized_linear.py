@@ -152,6 +152,20 @@ def test_nothing_and_almost_nothing(isa: str) -> None:
 
 
 @EACH_ISA
+def test_mth_08_scales_and_zeros(isa: str) -> None:
+    """Scales from 0.01 to 0.1 and zeros from 0 to 15, so that neither can stand for the other."""
+    rng = np.random.default_rng(8)
+    codes = rng.integers(0, 16, (48, 256), np.uint8)
+    scale = np.linspace(0.01, 0.1, 48 * 8, dtype=np.float32).reshape(48, 8)
+    zero = rng.permutation(np.arange(48 * 8) % 16).reshape(48, 8).astype(np.uint8)
+    x = rng.standard_normal((3, 256), np.float32)
+    spread = [np.repeat(values, 32, axis=1).astype(np.float64) for values in (scale, zero)]
+    expected = x @ ((codes - spread[1]) * spread[0]).T
+    found = run(x, (codes, scale, zero), isa, **attributes("int4", 32, 32))
+    assert np.abs(found - expected).max() < 1e-2 * np.abs(expected).max()
+
+
+@EACH_ISA
 def test_rows_may_be_strided(isa: str) -> None:
     rng = np.random.default_rng(7)
     weight = random_weight(rng, 40, 50, "int4", 16)

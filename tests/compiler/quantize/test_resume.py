@@ -185,3 +185,36 @@ def test_a_full_disk_keeps_what_is_done(model: Compiled, tmp_path: Path, monkeyp
     assert not list((tmp_path / ".engine.llmc-quant").glob("*.part"))
     quantize(model, "rtn", tmp_path)
     assert not (tmp_path / ".engine.llmc-quant").exists()
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", "cut"])
+def test_damaged_work_is_done_again(
+    model: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """A record that can't be read, or whose tensors were cut."""
+    work = tmp_path / ".engine.llmc-quant"
+    with monkeypatch.context() as patch:
+        patch.setattr(pack.Writer, "finish", full_after(2, pack.Writer.finish))
+        with pytest.raises(ResourceError, match="kept"):
+            quantize(model, "rtn", tmp_path)
+    records = [file for file in sorted(work.glob("*.json")) if file.name != "key.json"]
+    assert len(records) == 2
+    if damage == "cut":
+        os.truncate(records[0].with_suffix(".bin"), 10)
+    else:
+        records[0].write_text(damage)
+    quantize(model, "rtn", tmp_path)
+    assert not work.exists()
+
+
+def full_after(count: int, finish: Any) -> Any:
+    """A disk that is full after so many records."""
+    done = [0]
+
+    def failing(self: Any) -> Any:
+        done[0] += 1
+        if done[0] > count:
+            raise OSError(28, "No space left on device")
+        return finish(self)
+
+    return failing
