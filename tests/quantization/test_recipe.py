@@ -40,7 +40,7 @@ def test_everything_is_read(recipe: Recipe) -> None:
         ("model.layers.0.self_attn.o_proj.weight", "attention", "rtn:bits=8,group=0"),
         ("model.layers.10.self_attn.o_proj.weight", "attention", None),
         ("model.layers.1.o_proj.weight", "mlp", "awq:group=64"),
-        ("model.layers.3.experts.gate_up", "experts", "rtn:bits=8,group=0"),
+        ("model.layers.3.experts.gate_up", "experts", "int8"),
         ("lm_head.weight", "head", "awq:group=64"),
         ("model.embed_tokens.weight", "embedding", None),
     ],

@@ -59,8 +59,8 @@ def refused(model: Path, folder: Path, error: type[Exception], message: str, **o
     ("options", "message"),
     [
         (
-            {"quantization": "smoothquant", "compute": "float32"},
-            r"--compute float32: smoothquant rounds",
+            {"quantization": "smoothquant:inputs=token", "compute": "float32"},
+            r"--compute float32: smoothquant:inputs=token rounds",
         ),
         ({"quantization": "rtn", "compute": "fp8"}, r"--compute fp8: not for the weights of rtn"),
         ({"quantization": "fp8", "compute": "int8"}, r"--compute int8: not for the weights of fp8"),
