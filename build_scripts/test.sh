@@ -3,7 +3,7 @@
 # Arguments go to pytest.
 set -eu
 cd "$(dirname "$0")/.."
-build_scripts/setup.sh build,dev
+build_scripts/setup.sh build,serve,dev
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
 build_scripts/check.sh
