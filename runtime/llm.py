@@ -178,8 +178,12 @@ class LLM:
 
     # -- in flight ----------------------------------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, chat: bool = False
+    ) -> int:
         """Queue a prompt; returns the id of the request. A lower ``priority`` is served earlier.
+
+        ``chat``: the tokens are those of `Tokenizer.encode_chat`, to be treated as `add_chat` does.
 
         Raises:
             RequestError: the prompt or a value is out of bounds; names the field.
@@ -189,7 +193,7 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("the engine has no tokenizer; use token ids", "prompt")
             prompt = self.tokenizer.encode(prompt)
-        return self._add(list(prompt), params, priority, chat=False)
+        return self._add(list(prompt), params, priority, chat=chat)
 
     def add_chat(
         self,

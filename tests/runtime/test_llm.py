@@ -349,6 +349,7 @@ def test_chat(kit: Any) -> None:
     assert (result.text, list(result.prompt_token_ids)) == ("yes", prompt)
     assert [r.text for r in llm.chat([messages, messages])] == ["yes", "yes"]
     assert "".join(d.text for d in llm.stream(messages)) == "yes"
+    assert "".join(d.text for d in llm.stream(prompt, chat=True)) == "yes"
     assert list(llm.chat(messages, add_generation_prompt=False)[0].prompt_token_ids) == prompt[:-1]
     (long,) = kit.llm(tokenizer=tokenizer, eos=()).chat(messages)
     assert long.usage.total_tokens == 512  # no max_tokens: the room left
