@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ class Batch:
     """[T, words] bit j of row r: new row j of the same sequence is an ancestor of r, or r itself. None: causal."""
     state_slots: Int32 | None = None
     """[S] where each sequence keeps the state of recurrent ops. None: the plan has no state."""
+    adapters: Int32 | None = None
+    """[S] the LoRA adapter of each sequence, by number; -1 is none. None: no sequence has one."""
 
 
 class Executor(Protocol):
@@ -42,4 +44,13 @@ class Executor(Protocol):
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Logits [N, vocabulary]; the array is the executor's own and valid until the next step."""
+        ...
+
+
+@runtime_checkable
+class EmbeddingExecutor(Executor, Protocol):
+    """One that also gives what goes into the head of the model."""
+
+    def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Rows [N, hidden size] before the head, the caller's own; and logits as of `step` if they are asked for."""
         ...

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.runtime.prefix_cache import Content, same_content
+
 
 class BlockTable:
     """The blocks of one sequence, in order of position; as a list, and as a row for `Batch.block_tables`."""
@@ -33,19 +35,19 @@ class BlockTable:
 class KvCache:
     """Blocks of ``block_size`` positions, each free, used (by one sequence or more) or cached (by none, content kept).
 
-    A full block may carry a key that stands for its content; when its last user releases it, it is cached: it can be
-    found by its key until its memory is needed. Always free + used + cached == total.
+    A full block may carry the name of its content. It can be found by that while it is used, and after its last user
+    has released it, when it is cached, until its memory is needed. Always free + used + cached == total.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.on_free: Callable[[list[int]], None] | None = None
-        """Told of blocks that become free; tests poison them."""
+        """Told of blocks whose content is given up; tests poison them."""
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._num_used = 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first one was released longest ago
-        self._key_of: dict[int, bytes] = {}
+        self._content_of: dict[int, Content] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -75,15 +77,24 @@ class KvCache:
     def allocate(self, count: int) -> list[int]:
         """Blocks with one user each; at most ``num_available``. Cached content goes last, the oldest first."""
         assert count <= self.num_available, f"{count} blocks asked for, {self.num_available} available"
+        evicted = []
         while len(self._free) < count:
             block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._key_of.pop(block)]
+            del self._block_of[self._content_of.pop(block).key]
             self._free.append(block)
+            evicted.append(block)
+        if self.on_free is not None and evicted:
+            self.on_free(evicted)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
             self._users[block] = 1
         self._num_used += count
         return blocks
+
+    def can_share(self, blocks: Sequence[int], count: int) -> bool:
+        """Whether ``count`` blocks, of which these are found ones, can be had: cached ones are not handed out twice."""
+        cached = sum(self._users[block] == 0 for block in blocks)
+        return count - len(blocks) <= self.num_available - cached
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more user of blocks that are used or cached."""
@@ -101,21 +112,49 @@ class KvCache:
             self._users[block] -= 1
             if self._users[block] == 0:
                 self._num_used -= 1
-                if block in self._key_of:
+                if block in self._content_of:
                     self._cached[block] = None
                 else:
                     self._free.append(block)
         if self.on_free is not None:
             self.on_free(self._free[free:])
 
-    def name(self, block: int, key: bytes) -> None:
-        """Give a full, computed block the key of its content; ignored if another block has that key already."""
-        if key not in self._block_of and block not in self._key_of:
-            self._key_of[block], self._block_of[key] = key, block
+    def name(self, block: int, content: Content) -> Content:
+        """Say what a full, computed block holds; returns the name by which that is found from now on.
 
-    def find(self, key: bytes) -> int | None:
-        """The block with that content, or None."""
-        return self._block_of.get(key)
+        A block keeps its first name. If another block has that name, or one with the same key, this one stays unnamed.
+        """
+        other = self._block_of.get(content.key)
+        if other is not None:
+            known = self._content_of[other]
+            return known if same_content(known, content) else content
+        if block not in self._content_of:
+            self._content_of[block], self._block_of[content.key] = content, block
+        return content
+
+    def find(self, content: Content) -> tuple[int, Content] | None:
+        """The block with that content, compared and not only by its key, and its name; or None."""
+        block = self._block_of.get(content.key)
+        if block is None or not same_content(known := self._content_of[block], content):
+            return None
+        return block, known
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """What these blocks hold is not to be found any more; users keep them."""
+        freed = []
+        for block in blocks:
+            if block in self._content_of:
+                del self._block_of[self._content_of.pop(block).key]
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
+                    freed.append(block)
+        if self.on_free is not None and freed:
+            self.on_free(freed)
+
+    def clear(self) -> None:
+        """Forget all content."""
+        self.forget(list(self._content_of))
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Recount everything, given the blocks of every sequence that has any.
@@ -139,6 +178,10 @@ class KvCache:
             )
         if len(set(self._free) | set(self._cached) | set(users)) != self.num_blocks:
             raise RuntimeError("a block is free, cached and used at once")
+        if {c.key: b for b, c in self._content_of.items()} != self._block_of or set(self._cached) - set(
+            self._content_of
+        ):
+            raise RuntimeError("names of blocks and blocks of names differ, or a cached block has no name")
 
 
 class StatePool:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListOf
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from llmc.errors import EngineError, RequestError, UsageError
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import EngineError, LlmcError, RequestError, UsageError
 from llmc.runtime import resources
-from llmc.runtime.batch import Executor
+from llmc.runtime.batch import EmbeddingExecutor, Executor
+from llmc.runtime.embedding import POOLINGS, Pool
 from llmc.runtime.kv_budget import blocks_of_cache
 from llmc.runtime.output import Delta, RequestOutput, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
+from llmc.runtime.request_options import RequestOptions, check_options, check_request, params_for_each
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler, SchedulerConfig
+from llmc.runtime.stream import Stream
 
 if TYPE_CHECKING:
     from llmc.runtime.engine import Engine
     from llmc.runtime.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Prompt = str | ListOf[int]
 Messages = ListOf[Mapping[str, Any]]
 
@@ -44,6 +53,8 @@ class LLM:
         num_blocks: the same in blocks.
         max_sequences, max_batch_tokens: lower than what the engine was built for, to save memory or shorten steps.
         isa: an instruction set of `llmc.plugins.kernels.isas`. Default: the best.
+        prefix_cache: find the keys and values of a prompt's beginning that an earlier request has computed, as long as
+            their memory is not needed. Changes no result.
         parse_special_in_messages: texts of control tokens in chat messages become those tokens. Off: ordinary text.
         check: recount the KV cache after every step.
         expect_digest: ``sha256:...`` of engine.json.
@@ -64,6 +75,7 @@ class LLM:
         max_sequences: int | None = None,
         max_batch_tokens: int | None = None,
         isa: str | None = None,
+        prefix_cache: bool = True,
         parse_special_in_messages: bool = False,
         check: bool = False,
         expect_digest: str | None = None,
@@ -84,6 +96,7 @@ class LLM:
             num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks),
             block_size=engine.kv_cache.block_size,
             has_state=bool(engine.plan.state_slots),
+            prefix_cache=prefix_cache,
             check=check,
         )
         tokenizer = tokenizer_of(engine, parse_special_in_messages=parse_special_in_messages)
@@ -95,7 +108,7 @@ class LLM:
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
-        self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default)
+        self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest)
         if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks
 
@@ -124,12 +137,13 @@ class LLM:
         tokenizer: Tokenizer | None,
         eos_token_ids: Collection[int],
         default_max_tokens: int | None,
+        digest: str = "",
     ) -> None:
         self.executor, self.tokenizer, self.vocab_size = executor, tokenizer, vocab_size
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # others can't come
         self._default_max_tokens = default_max_tokens
         sampler = Sampler(None if tokenizer is None else tokenizer.vocabulary.tokens_containing)
-        self.scheduler = Scheduler(executor, sampler, config)
+        self.scheduler = Scheduler(executor, sampler, config, model=digest)
         self._requests: dict[int, Request] = {}
         self._touched: dict[Sequence, None] = {}
         self._next_id = 0
@@ -144,9 +158,12 @@ class LLM:
         Raises:
             RequestError: a prompt or value is out of bounds; nothing is run then.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        each: Any = [prompts] if single else prompts
-        return self._run_all([(self.add_request, prompt) for prompt in each], params)
+        each = _prompts(prompts)
+        additions = [
+            partial(self.add_request, prompt, p)
+            for prompt, p in zip(each, params_for_each(params, len(each)), strict=True)
+        ]
+        return self._run_all(additions, request_output)
 
     def chat(
         self,
@@ -156,11 +173,21 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one chat, a list of ``{"role": ..., "content": ...}``, or several; options as in `add_chat`."""
         chats: Any = [messages] if len(messages) == 0 or isinstance(messages[0], Mapping) else messages
+        each = params_for_each(params, len(chats))
+        additions = [partial(self.add_chat, chat, p, **options) for chat, p in zip(chats, each, strict=True)]
+        return self._run_all(additions, request_output)
 
-        def add(chat: Any, params: SamplingParams | None) -> int:
-            return self.add_chat(chat, params, **options)
+    def embed(
+        self, prompts: Prompt | ListOf[Prompt], pooling: str = "last", **options: Unpack[RequestOptions]
+    ) -> list[NDArray[np.float32]]:
+        """The embedding of each prompt, as of `add_embedding`.
 
-        return self._run_all([(add, chat) for chat in chats], params)
+        Raises:
+            RequestError: a prompt or value is out of bounds; nothing is run then.
+            LlmcError: one has failed or was too late.
+        """
+        additions = [partial(self.add_embedding, prompt, pooling, **options) for prompt in _prompts(prompts)]
+        return self._run_all(additions, _embedding)
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any) -> Stream:
         """The continuation of a prompt, or the answer to a chat, as it comes: an iterator of deltas.
@@ -169,31 +196,42 @@ class LLM:
             RequestError: the prompt or a value is out of bounds.
         """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        request_id = (
-            self.add_chat(prompt, params, **options)  # type: ignore[arg-type]
-            if is_chat
-            else self.add_request(prompt, params, **options)  # type: ignore[arg-type]
-        )
-        return Stream(self, self._requests[request_id])
+        add: Any = self.add_chat if is_chat else self.add_request
+        return Stream(self, self._requests[add(prompt, params, **options)])
 
     # -- in flight ----------------------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, chat: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> int:
-        """Queue a prompt; returns the id of the request. A lower ``priority`` is served earlier.
+        """Queue a prompt; returns the id of the request.
 
         ``chat``: the tokens are those of `Tokenizer.encode_chat`, to be treated as `add_chat` does.
 
         Raises:
             RequestError: the prompt or a value is out of bounds; names the field.
         """
-        params = params or SamplingParams()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the engine has no tokenizer; use token ids", "prompt")
-            prompt = self.tokenizer.encode(prompt)
-        return self._add(list(prompt), params, priority, chat=chat)
+        return self._add(self._encoded(prompt), params or SamplingParams(), options, chat=chat)
+
+    def add_embedding(self, prompt: Prompt, pooling: str = "last", **options: Unpack[RequestOptions]) -> int:
+        """Queue a prompt of which the embedding is wanted; returns the id of the request.
+
+        It joins the batches of the others; `Request.embedding` and the last `Delta` have the result: what goes into the
+        model's head, float32 [hidden size], of the last token or the mean over all.
+
+        Raises:
+            RequestError: the prompt or a value is out of bounds; names the field.
+        """
+        if pooling not in POOLINGS:
+            raise RequestError(f"{pooling!r} is not one of {', '.join(POOLINGS)}", "pooling")
+        if not isinstance(self.executor, EmbeddingExecutor):
+            raise RequestError("the engine's executor gives no embeddings", "pooling")
+        return self._add(self._encoded(prompt), SamplingParams(max_tokens=0), options, chat=False, pool=Pool(pooling))
 
     def add_chat(
         self,
@@ -204,7 +242,7 @@ class LLM:
         documents: ListOf[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_variables: Mapping[str, Any] | None = None,
-        priority: int = 0,
+        **options: Unpack[RequestOptions],
     ) -> int:
         """Queue a chat; returns the id of the request. ``template_variables``: such as ``{"enable_thinking": False}``.
 
@@ -220,11 +258,24 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             variables=template_variables,
         )
-        return self._add(prompt, params or SamplingParams(), priority, chat=True)
+        return self._add(prompt, params or SamplingParams(), options, chat=True)
 
     def request(self, request_id: int) -> Request:
         """The state of a request that has not been reported as finished."""
         return self._requests[request_id]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What goes on, as plain numbers; cheap, and may be read while another thread runs `step`."""
+        scheduler = self.scheduler
+        return {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_used": scheduler.kv_cache.num_used,
+            "kv_cached": scheduler.kv_cache.num_cached,
+            "kv_total": scheduler.kv_cache.num_blocks,
+            **dataclasses.asdict(scheduler.statistics),
+        }
 
     @property
     def has_unfinished(self) -> bool:
@@ -256,15 +307,29 @@ class LLM:
 
     # -- behind it ----------------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: list[int], params: SamplingParams, priority: int, *, chat: bool) -> int:
-        if type(priority) is not int:
-            raise RequestError(f"expected a whole number, found {priority!r}", "priority")
-        self._check(prompt, params)
+    def _encoded(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise RequestError("the engine has no tokenizer; use token ids", "prompt")
+        return self.tokenizer.encode(prompt)
+
+    def _add(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        chat: bool,
+        pool: Pool | None = None,
+    ) -> int:
+        check_options(options)
+        check_request(prompt, params, self.vocab_size, self.tokenizer is not None)
         room = max(0, self.scheduler.config.context - len(prompt))
         max_tokens = params.max_tokens if params.max_tokens is not None else self._default_max_tokens
         if max_tokens is None:
             max_tokens = room if chat else max(DEFAULT_MAX_TOKENS, params.min_tokens)
-        request = Request(self._next_id, prompt, params, max_tokens, self.eos_token_ids, priority)
+        request = Request(self._next_id, prompt, params, max_tokens, self.eos_token_ids, pool=pool, **options)
         self.scheduler.add(request)
         for sequence in request.sequences:
             if self.tokenizer is not None:
@@ -275,32 +340,13 @@ class LLM:
         self._requests[request.id] = request
         return request.id
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
-        """What depends on the model."""
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"{token!r} is not a token id below {self.vocab_size}", "prompt")
-        for name in ("logit_bias", "stop_token_ids"):
-            for token in getattr(params, name):
-                if token >= self.vocab_size:
-                    raise RequestError(f"{token} is not a token id below {self.vocab_size}", name)
-        for name in ("stop", "bad_words"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise RequestError("the engine has no tokenizer, so there is no text to look at", name)
-
-    def _run_all(
-        self, additions: list[Any], params: SamplingParams | ListOf[SamplingParams] | None
-    ) -> list[RequestOutput]:
-        each = [params] * len(additions) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(additions):
-            raise RequestError(f"{len(each)} sets of parameters for {len(additions)} prompts", "params")
+    def _run_all(self, additions: ListOf[Callable[[], int]], result: Callable[[Request], T]) -> list[T]:
         requests: list[Request] = []
         try:
-            for (add, prompt), p in zip(additions, each, strict=True):
-                requests.append(self._requests[add(prompt, p)])
+            requests.extend(self._requests[add()] for add in additions)
             while not all(request.finished for request in requests):
                 self._advance()
-            return [request_output(request) for request in requests]
+            return [result(request) for request in requests]
         except RequestError as problem:
             if len(additions) == 1:
                 raise
@@ -324,36 +370,12 @@ class LLM:
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            embedding=sequence.request.embedding,
         )
 
     def _forget(self, request: Request) -> None:
         for sequence in request.sequences:
             self._touched.pop(sequence, None)
-
-
-class Stream(Iterator[Delta]):
-    """The deltas of one request. `close` (or dropping it) aborts the request if it has not ended."""
-
-    def __init__(self, llm: LLM, request: Request) -> None:
-        self._llm, self._request = llm, request
-
-    def __next__(self) -> Delta:
-        while True:
-            for sequence in self._request.sequences:
-                if sequence in self._llm._touched:
-                    del self._llm._touched[sequence]
-                    return self._llm._delta(sequence)
-            if self._request.finished:
-                self.close()
-                raise StopIteration
-            self._llm._advance()
-
-    def close(self) -> None:
-        """Abort."""
-        self._llm.abort(self._request.id)
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _lowered(name: str, value: int | None, limit: int) -> int:
@@ -362,3 +384,16 @@ def _lowered(name: str, value: int | None, limit: int) -> int:
     if not 1 <= value <= limit:
         raise UsageError(f"{name}: {value} is not in 1 to {limit}, which the engine was built for")
     return value
+
+
+def _prompts(prompts: Prompt | ListOf[Prompt]) -> ListOf[Prompt]:
+    """A list of prompts, also of a single one."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if single else prompts  # type: ignore[list-item,return-value]
+
+
+def _embedding(request: Request) -> NDArray[np.float32]:
+    embedding = request.embedding
+    if embedding is None:
+        raise LlmcError(f"no embedding: {request.sequences[0].error}")
+    return embedding

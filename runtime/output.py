@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmc.runtime.request import FinishReason, Request, Sequence
 from llmc.runtime.sampling import TokenLogprob
@@ -22,6 +25,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    embedding: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens."""
+    """Tokens. ``cached_tokens``: of the prompt, found in the prefix cache when the request began."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -132,7 +137,9 @@ def request_output(request: Request) -> RequestOutput:
         request_id=request.id,
         prompt_token_ids=tuple(request.prompt),
         choices=tuple(_completion(index, sequence) for index, sequence in enumerate(sequences)),
-        usage=Usage(len(request.prompt), sum(s.num_generated for s in request.sequences)),
+        usage=Usage(
+            len(request.prompt), sum(s.num_generated for s in request.sequences), request.num_cached_tokens or 0
+        ),
         seed=request.seed if request.params.temperature else None,
         prompt_logprobs=None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs),
     )

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 from llmc.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmc.runtime.detokenizer import TextStream
+    from llmc.runtime.embedding import Pool
     from llmc.runtime.kv_cache import BlockTable
+    from llmc.runtime.prefix_cache import Content
     from llmc.runtime.sampling import PenaltyState, TokenLogprob
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
@@ -47,15 +52,23 @@ FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 STRINGS = {"stop": 16, "bad_words": 64}
 """The most entries of each list of strings."""
 
+OVERTAKEN = 1000
+"""Later requests that go before one whose priority is worse by 1, at most: so that it does not wait for ever."""
+
 MAX_STRING_BYTES, MAX_STOP_IDS, MAX_LOGIT_BIAS, LOGIT_BIAS_BOUND = 256, 64, 1024, 100.0
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended: STOP at an end token or stop string, LENGTH at a limit, ABORT by its owner, ERROR by us."""
+    """Why a sequence ended.
+
+    STOP at an end token or stop string (or with the embedding), LENGTH at a limit, ABORT by its owner, TIMEOUT at its
+    deadline, ERROR by us.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    TIMEOUT = "timeout"
     ERROR = "error"
 
 
@@ -237,7 +250,11 @@ def _shown(value: object) -> str:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and its choices. ``max_tokens`` is resolved and fits the context; ``seed`` is set."""
+    """A prompt and its choices. ``max_tokens`` is resolved and fits the context; ``seed`` is set.
+
+    ``deadline``: of time.monotonic(). ``salt``: what is computed for this prompt is found again by requests with the
+    same salt only. ``pool`` makes it one for an embedding: nothing is generated.
+    """
 
     id: int
     prompt: list[int]
@@ -249,6 +266,14 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """One for each token of the prompt, None for the first; filled by the scheduler as the prompt is computed."""
+    salt: str = ""
+    adapter: str | None = None
+    deadline: float | None = None
+    pool: Pool | None = None
+    num_cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache when the first choice began; None before that."""
+    root: Content | None = None
+    """The prefix cache's."""
 
     def __post_init__(self) -> None:
         if self.params.seed is not None:
@@ -262,6 +287,11 @@ class Request:
     def finished(self) -> bool:
         """Whether all choices have ended."""
         return all(s.finish_reason is not None for s in self.sequences)
+
+    @property
+    def embedding(self) -> NDArray[np.float32] | None:
+        """[hidden size], of a finished request that has a ``pool``."""
+        return None if self.pool is None or not self.finished else self.pool.result
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -282,6 +312,8 @@ class Sequence:
     """Tokens in the KV cache. The scheduler's, like the next two."""
     table: BlockTable | None = None
     state_slot: int | None = None
+    contents: list[Content] = field(default_factory=list)
+    """The prefix cache's: names of the full blocks."""
     text: TextStream | None = None
     """None: tokens only."""
     penalties: PenaltyState | None = None
@@ -312,7 +344,20 @@ class Sequence:
     @property
     def order(self) -> tuple[int, int, int]:
         """Sequences are served in this order, and preempted in the opposite one."""
-        return self.request.priority, self.request.id, self.choice
+        return self.request.id + OVERTAKEN * self.request.priority, self.request.id, self.choice
+
+    @property
+    def scored(self) -> int | None:
+        """Of a sequence that scores its prompt and is not done with that: tokens scored so far; else None."""
+        scored = len(self.request.prompt_logprobs)
+        return scored if self.choice == 0 and 0 < scored < self.num_prompt else None
+
+    @property
+    def first_row(self) -> int:
+        """The first token whose row of logits, or of the embedding, is needed; those before only fill the cache."""
+        if self.request.pool is not None and self.request.pool.takes_all:
+            return self.request.pool.count
+        return len(self.tokens) - 1 if self.scored is None else self.scored - 1
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> None:
         """Take the next token, extend the text, and end the sequence if this token ends it."""
@@ -338,6 +383,6 @@ class Sequence:
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
         """End it, with all of its text. The scheduler frees what it holds."""
-        if reason in (FinishReason.ABORT, FinishReason.ERROR) and self.text is not None:
+        if reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT) and self.text is not None:
             self.text.flush()
         self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error

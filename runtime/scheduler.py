@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError
-from llmc.runtime.batch import Batch, Executor
+from llmc.runtime.batch import EmbeddingExecutor, Executor
+from llmc.runtime.chunk import Budget, Chunk, pack
 from llmc.runtime.kv_cache import BlockTable, KvCache, StatePool
+from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.request import FinishReason, Request, Sequence
 from llmc.runtime.sampling import Sampler
+
+TIMEOUT = "timeout"
+NOT_FINITE = "the model computed numbers that are not finite"
+
+LONG_SHARE = 0.75
+"""Of the tokens that decodes leave: what a prompt takes at most that does not fit the step, if others want the rest."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,8 @@ class SchedulerConfig:
     num_blocks: int
     block_size: int = 16
     has_state: bool = False
+    prefix_cache: bool = True
+    """Blocks that were computed are found again by what they hold; not with recurrent state."""
     check: bool = False
     """Recount all blocks after every step instead of when idle."""
 
@@ -36,66 +48,55 @@ class SchedulerConfig:
         return min(self.max_seq_len, self.num_blocks * self.block_size)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """The rows of one sequence in a step: tokens ``start`` to ``stop``; logits are needed from ``first_logits`` on.
-
-    ``scores``: the logits are (also) for the log-probabilities of the prompt.
-    """
-
-    sequence: Sequence
-    start: int
-    stop: int
-    first_logits: int
-    scores: bool
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits."""
-        return max(0, self.stop - max(self.start, self.first_logits))
-
-    @property
-    def completes(self) -> bool:
-        """Whether the next token can be sampled after this chunk."""
-        return self.stop == len(self.sequence.tokens)
-
-
-@dataclass
-class _Budget:
-    """What is left of a step."""
-
-    tokens: int
-    rows: int
-
-    def take(self, chunk: Chunk, sign: int = 1) -> None:
-        self.tokens -= sign * (chunk.stop - chunk.start)
-        self.rows -= sign * chunk.num_logits
-
-
 @dataclass
 class Statistics:
-    """Counted since the start."""
+    """Counted so far. Prompts that began had ``prefix_queries`` tokens, of which ``prefix_hits`` were found."""
 
     steps: int = 0
     tokens: int = 0
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    failed_steps: int = 0
 
 
 class Scheduler:
     """Runs requests, many at a time, one `step` after the other.
 
-    Oldest first (by priority, then arrival). Running decodes go first, then the chunks of prompts that fit the token
-    budget, then new sequences whose blocks are free. A sequence that needs a block takes it from the youngest one,
-    which is computed again later (same tokens: sampling depends on positions only); the youngest one itself waits.
+    Oldest first (a better priority goes before so many older requests, `request.OVERTAKEN`). Running decodes go first,
+    then the chunks of prompts that fit the token budget, then new sequences whose blocks are free. A sequence that
+    needs a block takes it from the youngest one, which is computed again later (same tokens: sampling depends on
+    positions only); the youngest one itself waits. Hence, counted in steps:
+
+    - a sequence whose prompt is done gets a token in every step, but for those after it was preempted;
+    - the oldest prompt gets LONG_SHARE of the tokens that decodes leave, or all if nobody wants the rest;
+    - a prompt that fits the rest of the step is done in it: a long one ahead of it never takes more than its share;
+    - a request waits for no more than OVERTAKEN later ones for each level of priority.
+
+    Args:
+        executor, sampler: what computes and what chooses.
+        config: sizes.
+        model: a digest of the engine, for the names of blocks.
+        clock: for deadlines.
     """
 
-    def __init__(self, executor: Executor, sampler: Sampler, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        sampler: Sampler,
+        config: SchedulerConfig,
+        *,
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config, self.statistics = config, Statistics()
         self.kv_cache = KvCache(config.num_blocks, config.block_size)
         self.states = StatePool(config.max_sequences) if config.has_state else None
+        self.prefixes = PrefixCache(self.kv_cache, model) if config.prefix_cache and not config.has_state else None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._executor, self._sampler = executor, sampler
+        self._executor, self._sampler, self._clock = executor, sampler, clock
+        self._has_deadlines = False
 
     @property
     def has_work(self) -> bool:
@@ -103,30 +104,23 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Sequences that have nothing to compute end at once.
+        """Queue a request. Sequences that have nothing to compute, or no time for it, end at once.
 
         Raises:
             RequestError: the context can never hold it.
         """
-        length, context = len(request.prompt), self.config.context
-        if not request.prompt:
-            raise RequestError("the prompt has no tokens", "prompt")
-        if length + 1 > context:
-            raise RequestError(
-                f"{length} tokens and one to generate do not fit the context of {context} tokens", "prompt"
-            )
-        if length + request.params.min_tokens > context:
-            raise RequestError(
-                f"{length} tokens of prompt and {request.params.min_tokens} to generate at least do not fit the "
-                f"context of {context} tokens",
-                "min_tokens",
-            )
-        request.max_tokens = min(request.max_tokens, context - length)
+        self._check_fits(request)
+        request.max_tokens = min(request.max_tokens, self.config.context - len(request.prompt))
+        nothing = request.max_tokens == 0 and request.pool is None
+        late = request.deadline is not None and request.deadline <= self._clock()
         for sequence in request.sequences:
-            if request.max_tokens == 0 and (request.params.prompt_logprobs is None or sequence.choice > 0):
+            if late:
+                sequence.finish(FinishReason.TIMEOUT, error=TIMEOUT)
+            elif nothing and (request.params.prompt_logprobs is None or sequence.choice > 0):
                 sequence.finish(FinishReason.LENGTH)  # nothing to compute
             else:
                 insort(self.waiting, sequence, key=_order)
+        self._has_deadlines |= request.deadline is not None
 
     def abort(self, request: Request) -> None:
         """End a request at any moment; what it holds is free at once."""
@@ -137,46 +131,51 @@ class Scheduler:
 
     def step(self) -> list[Sequence]:
         """Run one batch; returns the sequences that have got a token or have ended."""
+        expired = self._expire()
         chunks = self._schedule()
         if not chunks:
-            return []
+            return expired
         try:
-            logits = self._executor.step(pack(chunks))
+            rows, logits = self._compute(chunks)
         except Exception as problem:  # a failed step fails only its own requests
-            return self._fail(chunks, problem)
-        touched = self._take(chunks, logits)
+            return expired + self._fail(chunks, problem)
+        touched = self._take(chunks, rows, logits)
         self._check()
-        return touched
+        return expired + touched
 
     # -- which rows -------------------------------------------------------------------------------------------------
 
     def _schedule(self) -> list[Chunk]:
         """The chunks of the next step."""
         preemptions = self.statistics.preemptions
-        budget = _Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
+        budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
         chunks: dict[Sequence, Chunk] = {}
         decodes_first = sorted(self.running, key=lambda s: (len(s.tokens) - s.num_computed > 1, s.order))
         for sequence in decodes_first:
             if sequence.table is not None:  # else preempted a moment ago
-                self._add_chunk(sequence, budget, chunks)
+                self._add_chunk(sequence, budget, chunks, share=LONG_SHARE)
         if self.statistics.preemptions == preemptions:
-            while (candidate := self._next_to_admit()) is not None and budget.tokens > 0 and budget.rows > 0:
-                self._admit(candidate)
-                self._add_chunk(candidate, budget, chunks)
+            self._admit_waiting(budget, chunks)
+        for sequence, chunk in list(chunks.items()):  # what nobody else wanted
+            if not chunk.completes and budget.tokens > 0:
+                del chunks[sequence]
+                budget.take(chunk, -1)
+                self._add_chunk(sequence, budget, chunks)
         return list(chunks.values())
 
-    def _add_chunk(self, sequence: Sequence, budget: _Budget, chunks: dict[Sequence, Chunk]) -> None:
+    def _add_chunk(self, sequence: Sequence, budget: Budget, chunks: dict[Sequence, Chunk], share: float = 1.0) -> None:
         """Give a running sequence as many rows as tokens, logit rows and blocks allow; maybe none."""
-        start, scored = sequence.num_computed, len(sequence.request.prompt_logprobs)
-        scores = sequence.choice == 0 and 0 < scored < sequence.num_prompt
-        first_logits = scored - 1 if scores else len(sequence.tokens) - 1
-        stop = min(len(sequence.tokens), start + budget.tokens, max(start, first_logits) + budget.rows)
+        start, first_row = sequence.num_computed, sequence.first_row
+        tokens = budget.tokens
+        if len(sequence.tokens) - start > tokens:
+            tokens = math.ceil(tokens * share)
+        stop = min(len(sequence.tokens), start + tokens, max(start, first_row) + budget.rows)
         stop = self._reserve(sequence, stop, budget, chunks)
         if stop > start:
-            chunks[sequence] = Chunk(sequence, start, stop, first_logits, scores)
+            chunks[sequence] = Chunk(sequence, start, stop, first_row)
             budget.take(chunks[sequence])
 
-    def _reserve(self, sequence: Sequence, stop: int, budget: _Budget, chunks: dict[Sequence, Chunk]) -> int:
+    def _reserve(self, sequence: Sequence, stop: int, budget: Budget, chunks: dict[Sequence, Chunk]) -> int:
         """Get the blocks for tokens up to ``stop``, from younger sequences if need be; returns the stop they allow."""
         assert sequence.table is not None, "only running sequences grow"
         missing = self.kv_cache.blocks_for(stop) - len(sequence.table.blocks)
@@ -200,37 +199,91 @@ class Scheduler:
 
     # -- who comes in and goes ----------------------------------------------------------------------------------------
 
-    def _next_to_admit(self) -> Sequence | None:
-        """The oldest waiting sequence, if there is room for it and for its next token (else it would bounce)."""
-        if not self.waiting or len(self.running) >= self.config.max_sequences:
-            return None
-        sequence = self.waiting[0]
+    def _admit_waiting(self, budget: Budget, chunks: dict[Sequence, Chunk]) -> None:
+        """Let the oldest waiting sequences in, as long as there is room for each and its next token (or it bounces)."""
+        pending: set[bytes] = set()
+        if self.prefixes is not None and self.waiting:
+            for chunk in chunks.values():
+                pending |= self.prefixes.keys(chunk.sequence, chunk.start, chunk.stop)
+        for sequence in self.waiting[: self.config.max_sequences]:
+            if budget.tokens <= 0 or budget.rows <= 0 or len(self.running) >= self.config.max_sequences:
+                break
+            shared = self._shareable(sequence)
+            if self._waits(sequence, len(shared), pending):
+                continue  # a step later it can share what is computed now
+            needed = self.kv_cache.blocks_for(min(len(sequence.tokens) + 1, self.config.context))
+            if not self.kv_cache.can_share(shared, needed):
+                break  # nobody overtakes for want of memory
+            self._admit(sequence, shared)
+            self._add_chunk(sequence, budget, chunks, share=LONG_SHARE)
+            if self.prefixes is not None and (added := chunks.get(sequence)) is not None:
+                pending |= self.prefixes.keys(sequence, added.start, added.stop)
+
+    def _waits(self, sequence: Sequence, shared: int, pending: set[bytes]) -> bool:
         leader = sequence.request.sequences[0]
         if leader is not sequence and leader in self.running and leader.num_computed < sequence.num_prompt:
-            return None  # its prompt is being computed: share that
-        needed = self.kv_cache.blocks_for(min(len(sequence.tokens) + 1, self.config.context))
-        return sequence if needed - len(self._shareable(sequence)) <= self.kv_cache.num_available else None
+            return True  # its prompt is being computed: share that
+        return self.prefixes is not None and self.prefixes.waits(sequence, shared, sequence.first_row, pending)
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, shared: list[int]) -> None:
         """Move it to the running ones, with blocks for all tokens that it has."""
-        shared = self._shareable(sequence)
         self.kv_cache.share(shared)
         sequence.table = BlockTable()
         sequence.table.extend(shared)
         sequence.table.extend(self.kv_cache.allocate(self.kv_cache.blocks_for(len(sequence.tokens)) - len(shared)))
         sequence.num_computed = len(shared) * self.config.block_size
+        if sequence.request.num_cached_tokens is None:
+            sequence.request.num_cached_tokens = sequence.num_computed
+            self.statistics.prefix_hits += sequence.num_computed
+            self.statistics.prefix_queries += sequence.num_prompt
         if self.states is not None:
             sequence.state_slot = self.states.acquire()
         self.waiting.remove(sequence)
         insort(self.running, sequence, key=_order)
 
     def _shareable(self, sequence: Sequence) -> list[int]:
-        """Blocks that the first choice of a request shares with the others: full ones, before the last prompt token."""
+        """Full blocks, before the first row that is needed, that hold the beginning of a sequence.
+
+        Without a prefix cache: those that the first choice of a request shares with the others.
+        """
+        if self.prefixes is not None:
+            return self.prefixes.find(sequence, sequence.first_row)
         leader = sequence.request.sequences[0]
         if leader is sequence or leader.table is None or self.states is not None:
             return []
         length = min(leader.num_computed, sequence.num_prompt - 1)
         return leader.table.blocks[: length // self.config.block_size]
+
+    def _check_fits(self, request: Request) -> None:
+        length, context = len(request.prompt), self.config.context
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens", "prompt")
+        if request.pool is not None:
+            if length > context:
+                raise RequestError(f"{length} tokens do not fit the context of {context} tokens", "prompt")
+        elif length + 1 > context:
+            raise RequestError(
+                f"{length} tokens and one to generate do not fit the context of {context} tokens", "prompt"
+            )
+        if length + request.params.min_tokens > context:
+            raise RequestError(
+                f"{length} tokens of prompt and {request.params.min_tokens} to generate at least do not fit the "
+                f"context of {context} tokens",
+                "min_tokens",
+            )
+
+    def _expire(self) -> list[Sequence]:
+        """End what has passed its deadline."""
+        if not self._has_deadlines:
+            return []
+        now = self._clock()
+        deadlines = [(s.request.deadline, s) for s in (*self.running, *self.waiting) if s.request.deadline is not None]
+        self._has_deadlines = bool(deadlines)
+        expired = [sequence for deadline, sequence in deadlines if deadline <= now]
+        for sequence in expired:
+            self._remove(sequence)
+            sequence.finish(FinishReason.TIMEOUT, error=TIMEOUT)
+        return expired
 
     def _remove(self, sequence: Sequence) -> None:
         """From wherever it is: an exception (Ctrl-C) may have come while it was moved."""
@@ -249,37 +302,84 @@ class Scheduler:
 
     # -- what comes out -----------------------------------------------------------------------------------------------
 
-    def _take(self, chunks: list[Chunk], logits: NDArray[np.float32]) -> list[Sequence]:
+    def _compute(self, chunks: list[Chunk]) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """Rows before the head and logits [N, vocabulary], as far as somebody needs them."""
+        batch = pack(chunks)
+        pooled = [chunk.sequence.request.pool is not None for chunk in chunks if chunk.num_logits]
+        if not any(pooled):
+            return None, self._executor.step(batch)
+        assert isinstance(self._executor, EmbeddingExecutor), "checked when the request came"
+        return self._executor.embed(batch, logits=not all(pooled))
+
+    def _take(
+        self, chunks: list[Chunk], rows: NDArray[np.float32] | None, logits: NDArray[np.float32] | None
+    ) -> list[Sequence]:
         """Record what was computed, sample, and let go of the sequences that end."""
         self.statistics.steps += 1
-        rows, touched, row = [], [], 0
+        touched, row = [], 0
         for chunk in chunks:
-            sequence, count = chunk.sequence, chunk.num_logits
+            sequence, first = chunk.sequence, row
+            row += chunk.num_logits
             self.statistics.tokens += chunk.stop - chunk.start
             sequence.num_computed = chunk.stop
-            if chunk.scores:
-                self._sampler.score_prompt(sequence, chunk.stop - count, logits[row : row + count])
-            row += count
             if chunk.completes:
-                rows.append(row - 1)
                 touched.append(sequence)
-        for sequence, sampled in zip(touched, self._sampler.sample(logits, rows, touched), strict=True):
-            if sampled.error is not None:
-                sequence.finish(FinishReason.ERROR, error=sampled.error)
-            elif sequence.request.max_tokens == 0:
-                sequence.finish(FinishReason.LENGTH)
-            else:
-                sequence.append(sampled.token, sampled.logprob)
+            try:
+                self._take_rows(chunk, rows, logits, first, row)
+            except Exception as problem:  # of this sequence, not of its neighbours
+                sequence.finish(FinishReason.ERROR, error=f"{type(problem).__name__}: {problem}")
+            if sequence.finish_reason is FinishReason.ERROR:
+                self._forget(sequence)  # whatever is wrong with it
+                if sequence not in touched:
+                    touched.append(sequence)
+            elif self.prefixes is not None:
+                self.prefixes.store(sequence, chunk.start)
             if sequence.finish_reason is not None:
                 self._remove(sequence)
         return touched
 
+    def _take_rows(
+        self,
+        chunk: Chunk,
+        rows: NDArray[np.float32] | None,
+        logits: NDArray[np.float32] | None,
+        first: int,
+        stop: int,
+    ) -> None:
+        """What came out for one chunk, in rows ``first`` to ``stop``."""
+        sequence, request = chunk.sequence, chunk.sequence.request
+        if request.pool is not None and stop > first:
+            assert rows is not None, "the step had an embedding"
+            request.pool.add(rows[first:stop])
+            if chunk.completes:
+                finite = request.pool.result is not None and bool(np.isfinite(request.pool.result).all())
+                sequence.finish(*((FinishReason.STOP,) if finite else (FinishReason.ERROR, None, NOT_FINITE)))
+        elif request.pool is None and stop > first:
+            assert logits is not None, "somebody needs them"
+            if sequence.scored is not None:
+                self._sampler.score_prompt(sequence, chunk.stop - chunk.num_logits, logits[first:stop])
+            if chunk.completes:
+                (sampled,) = self._sampler.sample(logits, [stop - 1], [sequence])
+                if sampled.error is not None:
+                    sequence.finish(FinishReason.ERROR, error=sampled.error)
+                elif request.max_tokens == 0:
+                    sequence.finish(FinishReason.LENGTH)
+                else:
+                    sequence.append(sampled.token, sampled.logprob)
+
     def _fail(self, chunks: list[Chunk], problem: Exception) -> list[Sequence]:
+        """What the step has written is not known, so nothing of it can be found again."""
+        self.statistics.failed_steps += 1
         failed = [chunk.sequence for chunk in chunks]
         for sequence in failed:
+            self._forget(sequence)
             self._remove(sequence)
             sequence.finish(FinishReason.ERROR, error=f"{type(problem).__name__}: {problem}")
         return failed
+
+    def _forget(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            self.kv_cache.forget(sequence.table.blocks)
 
     def _check(self) -> None:
         if self.config.check or not self.running:
@@ -289,33 +389,6 @@ class Scheduler:
         for sequence in self.running:
             assert sequence.table is not None, "a running sequence has a block table"
             yield sequence.table.blocks
-
-
-def pack(chunks: list[Chunk]) -> Batch:
-    """The batch of a step."""
-    tables = [chunk.sequence.table for chunk in chunks]
-    block_tables = np.zeros((len(chunks), max(len(t.blocks) for t in tables if t)), np.int32)
-    input_ids: list[int] = []
-    position_ids: list[int] = []
-    logit_rows: list[int] = []
-    cu_seqlens = [0]
-    for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
-        assert table is not None, "a sequence that runs has a block table"
-        block_tables[i, : len(table.blocks)] = table.row
-        input_ids += chunk.sequence.tokens[chunk.start : chunk.stop]
-        position_ids += range(chunk.start, chunk.stop)
-        cu_seqlens.append(len(input_ids))
-        logit_rows += range(len(input_ids) - chunk.num_logits, len(input_ids))
-    slots = [chunk.sequence.state_slot for chunk in chunks]
-    return Batch(
-        input_ids=np.array(input_ids, np.int32),
-        position_ids=np.array(position_ids, np.int32),
-        logit_rows=np.array(logit_rows, np.int32),
-        cu_seqlens=np.array(cu_seqlens, np.int32),
-        num_computed=np.array([chunk.start for chunk in chunks], np.int32),
-        block_tables=block_tables,
-        state_slots=None if slots[0] is None else np.array(slots, np.int32),
-    )
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

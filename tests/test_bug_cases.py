@@ -52,6 +52,7 @@ CASES = {
     "MTH-34": "an attention factor that is given goes before the default",
     "MTH-37": "a window that is off is full attention",
     "SEC-03": "files that declare more than they have are refused",
+    "SEC-19": "equal hashes do not make two prompts share what was computed",
     "SEC-12": "names and links do not lead out of a model or an engine",
     "SEC-15": "pickles are never opened",
     "STP-01": "text held back for a stop string comes at the end",

@@ -13,6 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from llmc.runtime.batch import Batch
+from llmc.runtime.kv_cache import KvCache
 from llmc.runtime.llm import LLM
 from llmc.runtime.scheduler import SchedulerConfig
 from llmc.runtime.tokenizer import Tokenizer
@@ -51,6 +52,18 @@ class PagedExecutor:
                 if row in wanted:
                     rows[row] = self.model(tuple(history[: computed + row - begin + 1]))
         return np.array([rows[row] for row in batch.logit_rows.tolist()], np.float32).reshape(len(rows), VOCAB)
+
+    def embed(self, batch: Batch, *, logits: bool) -> tuple[Logits, Logits | None]:
+        rows = self.step(batch)
+        return rows.copy(), rows if logits else None
+
+    def poisons(self, cache: KvCache) -> None:
+        """What the cache gives up is overwritten."""
+
+        def poison(blocks: list[int]) -> None:
+            self.kv[blocks] = -7
+
+        cache.on_free = poison
 
     def _slots(self, table: NDArray[np.int32], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         positions = np.arange(length)

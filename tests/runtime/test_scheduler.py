@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmc.errors import RequestError
+from llmc.runtime.embedding import Pool
 from llmc.runtime.request import FinishReason, Request, SamplingParams
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler
@@ -24,12 +26,15 @@ class Runner:
     def __init__(self, kit: Any, model: Any = None, **sizes: Any) -> None:
         self.config = kit.config(**sizes)
         self.executor = kit.PagedExecutor(model or kit.hashed, self.config)
-        self.scheduler = Scheduler(self.executor, Sampler(), self.config)
-        self.count = 0
+        self.scheduler = Scheduler(self.executor, Sampler(), self.config, clock=lambda: self.now)
+        self.count = self.now = 0
 
-    def add(self, ids: list[int], priority: int = 0, **params: Any) -> Request:
-        params = {"max_tokens": 20, "seed": 7} | params
-        request = Request(self.count, ids, SamplingParams(**params), params["max_tokens"], priority=priority)
+    def add(self, ids: list[int], pool: str | None = None, **values: Any) -> Request:
+        options = {k: values.pop(k) for k in ("priority", "deadline", "salt", "adapter") if k in values}
+        params = {"max_tokens": 20, "seed": 7} | values
+        if pool is not None:
+            params, options["pool"] = {"max_tokens": 0}, Pool(pool)
+        request = Request(self.count, ids, SamplingParams(**params), params["max_tokens"], **options)
         self.count += 1
         self.scheduler.add(request)
         return request
@@ -40,7 +45,7 @@ class Runner:
 
     def assert_empty(self) -> None:
         cache = self.scheduler.kv_cache
-        assert (cache.num_free, cache.num_used) == (cache.num_blocks, 0)
+        assert (cache.num_available, cache.num_used) == (cache.num_blocks, 0)
         assert not self.scheduler.running
         assert not self.scheduler.waiting
 
@@ -278,32 +283,46 @@ def test_state_slots_follow_the_sequences(kit: Any) -> None:
     assert all(r.finished for r in requests)
 
 
-def test_20000_random_steps(kit: Any) -> None:
-    """With aborts, preemption, chunking, choices and failures; all blocks are recounted after every step."""
+STEPS = int(os.environ.get("RANDOM_STEPS", "2000"))
+"""Of the next test; 20,000 every night."""
+
+
+def test_random_steps(kit: Any) -> None:
+    """With aborts, preemption, chunking, choices, deadlines, equal prefixes, embeddings and failures, with and without
+    a prefix cache; all blocks are recounted after every step.
+    """
     rng = random.Random(3)
+    prefixes = [[rng.randrange(3, 384) for _ in range(50)] for _ in range(2)]
 
     def model(history: tuple[int, ...]) -> Any:  # cheap: every token counts
         return kit.one_hot(hash(history) % 381 + 3)
 
-    steps = preemptions = 0
-    while steps < 20_000:
+    steps = preemptions = hits = expired = 0
+    while steps < STEPS:
         sizes = {
             "num_blocks": rng.choice([4, 8, 13, 40]),
             "max_batch_tokens": rng.choice([1, 5, 16, 64]),
             "max_sequences": rng.choice([1, 3, 16]),
             "max_logit_rows": 16,
-            "has_state": rng.random() < 0.3,
+            "has_state": rng.random() < 0.2,
+            "prefix_cache": rng.random() < 0.7,
         }
         runner = Runner(kit, model, **sizes)
+        runner.executor.poisons(runner.scheduler.kv_cache)
         live: list[Request] = []
         aborted: set[int] = set()
         everything: list[Request] = []
-        for _ in range(400):
+        for _ in range(200):
+            runner.now += 1
             if rng.random() < 0.3 and len(runner.scheduler.waiting) < 20:
-                ids = [rng.randrange(3, 384) for _ in range(rng.randint(1, 40))]
+                ids = rng.choice([[], prefixes[0], prefixes[1]])[: rng.randint(0, 40)]
+                ids = [*ids, *(rng.randrange(3, 384) for _ in range(rng.randint(1, 20)))]
                 request = runner.add(
                     ids,
                     priority=rng.randint(0, 1),
+                    deadline=rng.choice([None, None, None, runner.now + rng.randint(0, 60)]),
+                    salt=rng.choice(["", "", "x"]),
+                    pool=rng.choice([None] * 8 + ["last", "mean"]),
                     n=rng.choice([1, 1, 1, 3]),
                     max_tokens=rng.randint(0, 60),
                     prompt_logprobs=rng.choice([None, None, 0]),
@@ -324,12 +343,16 @@ def test_20000_random_steps(kit: Any) -> None:
         runner.run()
         runner.assert_empty()
         preemptions += runner.scheduler.statistics.preemptions
+        hits += runner.scheduler.statistics.prefix_hits
         for request in everything:
             for sequence in request.sequences:
                 assert sequence.finish_reason is not None
-                if request.id not in aborted and sequence.finish_reason != "error":
-                    history = tuple(request.prompt)
-                    for token in sequence.tokens[len(history) :]:
-                        assert token == int(model(history).argmax())
-                        history += (token,)
-    assert preemptions > 100
+                assert "Assert" not in (sequence.error or "")
+                expired += sequence.finish_reason is FinishReason.TIMEOUT
+                history = tuple(request.prompt)
+                for token in sequence.tokens[len(history) :]:
+                    assert token == int(model(history).argmax())
+                    history += (token,)
+    assert preemptions > 10
+    assert hits > 100
+    assert expired > 20

@@ -1,0 +1,70 @@
+"""What a step is made of: rows of sequences, and the batch that the executor gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmc.runtime.batch import Batch
+from llmc.runtime.request import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rows of one sequence in a step: tokens ``start`` to ``stop``; logits are needed from ``first_row`` on."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+    first_row: int
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits."""
+        return max(0, self.stop - max(self.start, self.first_row))
+
+    @property
+    def completes(self) -> bool:
+        """Whether the next token can be sampled after this chunk."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass
+class Budget:
+    """What is left of a step."""
+
+    tokens: int
+    rows: int
+
+    def take(self, chunk: Chunk, sign: int = 1) -> None:
+        """Spend what a chunk takes, or with -1 get it back."""
+        self.tokens -= sign * (chunk.stop - chunk.start)
+        self.rows -= sign * chunk.num_logits
+
+
+def pack(chunks: list[Chunk]) -> Batch:
+    """The batch of a step."""
+    tables = [chunk.sequence.table for chunk in chunks]
+    block_tables = np.zeros((len(chunks), max(len(t.blocks) for t in tables if t)), np.int32)
+    input_ids: list[int] = []
+    position_ids: list[int] = []
+    logit_rows: list[int] = []
+    cu_seqlens = [0]
+    for i, (chunk, table) in enumerate(zip(chunks, tables, strict=True)):
+        assert table is not None, "a sequence that runs has a block table"
+        block_tables[i, : len(table.blocks)] = table.row
+        input_ids += chunk.sequence.tokens[chunk.start : chunk.stop]
+        position_ids += range(chunk.start, chunk.stop)
+        cu_seqlens.append(len(input_ids))
+        logit_rows += range(len(input_ids) - chunk.num_logits, len(input_ids))
+    slots = [chunk.sequence.state_slot for chunk in chunks]
+    return Batch(
+        input_ids=np.array(input_ids, np.int32),
+        position_ids=np.array(position_ids, np.int32),
+        logit_rows=np.array(logit_rows, np.int32),
+        cu_seqlens=np.array(cu_seqlens, np.int32),
+        num_computed=np.array([chunk.start for chunk in chunks], np.int32),
+        block_tables=block_tables,
+        state_slots=None if slots[0] is None else np.array(slots, np.int32),
+    )
