@@ -13,6 +13,7 @@ from llmc.errors import LlmcError
 COMMANDS = {
     "build": ("llmc.compiler.cli:build", "Compile a model directory or GGUF file into an engine directory."),
     "run": ("llmc.runtime.cli:run", "Generate text with an engine: one prompt, a chat, or a JSONL file."),
+    "serve": ("llmc.runtime.server.cli:serve", "Serve engines over HTTP, with OpenAI's API."),
     "eval": ("llmc.compiler.evaluation.cli:evaluate_engine", "Measure an engine's quality; compare it with its model."),
     "bench": ("llmc.runtime.bench:bench", "Measure prefill, decode and mixed batches of an engine."),
     "verify": ("llmc.runtime.cli:verify", "Check an engine's files, and replay the golden prompts recorded at build."),

@@ -21,8 +21,13 @@ START_SECONDS = 60.0
 WAIT_SECONDS = 20.0
 """For an answer. Its processor time is limited to 2 s by the worker itself; this is for a machine under load."""
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables that callers can't set by name; neither can they set the special tokens."""
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"}) | {
+    *("conversation", "chat_template", "tokenize", "continue_final_message", "return_dict", "tokenizer_kwargs")
+}
+"""Variables that callers can't set by name, and arguments of what renders in transformers, which some take for such.
+
+Neither can they set the special tokens.
+"""
 
 
 class ChatTemplate:

@@ -1,0 +1,63 @@
+"""The routes of --admin-listen: what only the operator may do."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmc.errors import LlmcError
+from llmc.runtime.server.app import Endpoint
+from llmc.runtime.server.errors import ApiError, JsonResponse
+from llmc.runtime.server.models import Models
+from llmc.runtime.server.routes.models import livez, metrics, readyz
+
+log = logging.getLogger("llmc.serve")
+
+
+async def pause(request: Request) -> Response:
+    """Stop all engines between two steps; requests wait."""
+    return _pause(request, True)
+
+
+async def resume(request: Request) -> Response:
+    """Go on."""
+    return _pause(request, False)
+
+
+async def reload(request: Request) -> Response:
+    """Load all engine directories anew; requests that run end on the old engines."""
+    models: Models = request.app.state.models
+    if not await reload_all(models):
+        raise ApiError(500, "an engine can't be loaded, and the old one goes on; the log says why")
+    return JsonResponse({"status": "reloaded"})
+
+
+async def reload_all(models: Models) -> bool:
+    """Load all engine directories anew; whether all could be. Where one can't be, the old one stays."""
+    good = True
+    for model in models.all.values():
+        try:
+            await models.load(model)
+        except (LlmcError, MemoryError, OSError) as problem:
+            log.error("%s: can't be reloaded, the old engine goes on: %s", model.name, problem)  # noqa: TRY400
+            good = False
+    return good
+
+
+def _pause(request: Request, paused: bool) -> Response:
+    models: Models = request.app.state.models
+    for model in models.all.values():
+        model.running.pause(paused)
+    return JsonResponse({"status": "paused" if paused else "running"})
+
+
+ADMIN_ENDPOINTS = (
+    Endpoint("POST", "/pause", pause, "Stop the engines between two steps; requests wait."),
+    Endpoint("POST", "/resume", resume, "Let them go on."),
+    Endpoint("POST", "/reload", reload, "Load the engine directories anew; running requests end on the old ones."),
+    Endpoint("GET", "/livez", livez, "The process answers.", gives="text/plain"),
+    Endpoint("GET", "/readyz", readyz, "200 if requests can be served, else 503.", gives="text/plain"),
+    Endpoint("GET", "/metrics", metrics, "Numbers for Prometheus.", gives="text/plain"),
+)

@@ -1,0 +1,198 @@
+"""The models of a server: each has an engine that can be replaced while requests run on the old one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmc.errors import RequestError, UsageError
+from llmc.runtime.request import SamplingParams
+from llmc.runtime.server.engine_loop import EngineLoop
+from llmc.runtime.server.errors import ApiError, from_request_error, unavailable
+from llmc.runtime.server.job import Job, Ticket
+from llmc.runtime.server.metrics import Metrics
+from llmc.runtime.server.settings import Settings
+
+if TYPE_CHECKING:
+    from llmc.runtime.llm import LLM
+    from llmc.runtime.tokenizer import Tokenizer
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+ENCODERS = 2
+"""Threads that tokenize and parse large bodies, beside the event loop and the engines."""
+
+log = logging.getLogger("llmc.serve")
+
+
+@dataclass(eq=False)
+class Model:
+    """A name, the engine directory behind it, and the thread that runs it, once it is loaded."""
+
+    name: str
+    path: Path
+    engine: EngineLoop | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def running(self) -> EngineLoop:
+        """The engine.
+
+        Raises:
+            ApiError: 503, it is still being loaded.
+        """
+        if self.engine is None:
+            raise unavailable("the model is being loaded", "model_loading")
+        if self.engine.failed:
+            raise ApiError(503, "the engine has failed", code="engine_failed")
+        return self.engine
+
+    @property
+    def llm(self) -> LLM:
+        """For what never changes: tokenizer, limits. Requests go to the thread."""
+        return self.running.llm
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ApiError: 400, the engine has none.
+        """
+        if self.llm.tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer; send token ids", param="prompt")
+        return self.llm.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence."""
+        return self.llm.scheduler.config.context
+
+    @property
+    def fingerprint(self) -> str:
+        """Which build answers: OpenAI's ``system_fingerprint``."""
+        engine = self.llm.engine
+        return "llmc" if engine is None else f"llmc-{engine.digest[:12]}"
+
+    def summary(self) -> dict[str, Any]:
+        """As /v1/models lists it."""
+        result = {"id": self.name, "object": "model", "created": self.created, "owned_by": "llmc"}
+        return result if self.engine is None else result | {"max_model_len": self.context}
+
+
+class Models:
+    """All models, and what their requests have in common.
+
+    Args:
+        paths: engine directories by name; the first is the default of the page.
+        load: makes an LLM of a directory; may take long, runs in a thread.
+    """
+
+    def __init__(
+        self, paths: Mapping[str, Path], load: Callable[[Path], LLM], settings: Settings, metrics: Metrics
+    ) -> None:
+        for name in paths:
+            if NAME.fullmatch(name) is None:
+                raise UsageError(f"--model {name}: a name has up to 128 letters, digits and . _ / : -")
+        self.all = {name: Model(name, path) for name, path in paths.items()}
+        self.settings, self.metrics, self.draining = settings, metrics, False
+        self.on_failure: Callable[[], None] = lambda: None
+        self._load = load
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._reloading = asyncio.Lock()
+        self._retired: set[asyncio.Task[None]] = set()
+
+    def find(self, name: str | None) -> Model:
+        """A model by name; None: the first one.
+
+        Raises:
+            ApiError: 404.
+        """
+        model = next(iter(self.all.values())) if name is None else self.all.get(name)
+        if model is None:
+            known = ", ".join(self.all)
+            raise ApiError(404, f"there is no such model; known: {known}", param="model", code="model_not_found")
+        return model
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served."""
+        engines = [model.engine for model in self.all.values()]
+        alive = all(engine is not None and engine.is_alive(self.settings.stall_timeout) for engine in engines)
+        return alive and not self.draining
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is on its way."""
+        return all(model.engine is None or model.engine.idle for model in self.all.values()) and not self._retired
+
+    async def load(self, model: Model) -> None:
+        """Load the engine of a model, or a new one in place of the old, which ends once its requests have.
+
+        Raises:
+            LlmcError: it can't be loaded; the old one stays.
+        """
+        async with self._reloading:
+            llm = await asyncio.to_thread(self._load, model.path)
+            old, events = model.engine, asyncio.get_running_loop()
+            model.engine = EngineLoop(llm, events, self.settings.max_queue, self._failed)
+            log.info("%s: loaded %s", model.name, model.path)
+            if old is not None:
+                task = asyncio.create_task(_retire(old))
+                self._retired.add(task)
+                task.add_done_callback(self._retired.discard)
+
+    def _failed(self) -> None:
+        self.on_failure()
+
+    async def in_thread(self, function: Callable[[], T], names: Mapping[str, str] | None = None) -> T:
+        """Do what may take a while beside the event loop.
+
+        Raises:
+            ApiError: 400, for a RequestError.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, function)
+        except RequestError as problem:
+            raise from_request_error(problem, names) from None
+
+    def submit(
+        self, model: Model, prompts: Sequence[list[int]], params: SamplingParams, *, chat: bool = False, streams: bool
+    ) -> Job:
+        """Queue prompts. Whoever asked closes the job.
+
+        Raises:
+            ApiError: 429 or 503.
+        """
+        now = asyncio.get_running_loop().time()
+        engine = model.running
+        job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + self.settings.request_timeout)
+        job.tickets += [Ticket(job, i, prompt, params, chat, streams) for i, prompt in enumerate(prompts)]
+        engine.submit(job)
+        return job
+
+    def end_all(self, problem: ApiError) -> None:
+        """End all requests."""
+        for model in self.all.values():
+            if model.engine is not None:
+                model.engine.fail_all(problem)
+
+    async def close(self) -> None:
+        """End all threads."""
+        for model in self.all.values():
+            if model.engine is not None:
+                await model.engine.stop()
+        self._encoders.shutdown(wait=False, cancel_futures=True)
+
+
+async def _retire(engine: EngineLoop) -> None:
+    while not engine.idle:
+        await asyncio.sleep(0.05)
+    await engine.stop()

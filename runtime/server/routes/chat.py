@@ -1,0 +1,166 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmc.errors import RequestError
+from llmc.runtime.request import SamplingParams
+from llmc.runtime.server import shapes
+from llmc.runtime.server.body import read
+from llmc.runtime.server.errors import ApiError, JsonResponse, from_request_error
+from llmc.runtime.server.job import Job
+from llmc.runtime.server.models import Model, Models
+from llmc.runtime.server.schema.chat import ChatRequest, Message
+from llmc.runtime.server.stream import EventStream, finish
+
+NAMES = {"template_variables": "chat_template_kwargs", "prompt": "messages"}
+"""What fields of the engine are called here."""
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a chat."""
+    models: Models = request.app.state.models
+    body = await read(request, models, ChatRequest)
+    model = models.find(body.model)
+    params = _params(body)
+    prompt = await encode(models, model, body)
+    job = models.submit(model, [prompt], params, chat=True, streams=bool(body.stream))
+    answer = _Answer(model, body)
+    if not body.stream:
+        return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
+    await finish_first(request, job)
+    return EventStream(job, answer.chunks(job))
+
+
+async def finish_first(request: Request, job: Job) -> None:
+    """Wait for the first increment, so that what fails before has a status of its own.
+
+    Raises:
+        ApiError: the job fails.
+        DisconnectedError: the client has gone.
+    """
+    from llmc.runtime.server.stream import unless_disconnected
+
+    try:
+        await unless_disconnected(request.receive, job.begun())
+    except BaseException:
+        job.close()
+        raise
+
+
+async def encode(models: Models, model: Model, body: Any) -> list[int]:
+    """The tokens of the messages of a chat or of /tokenize.
+
+    Raises:
+        ApiError: 400, the template refuses them.
+    """
+    tokenizer = model.tokenizer
+    template = tokenizer.chat_template
+    if template is None:
+        raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+    messages = messages_for(template.source, body.messages)
+    add = getattr(body, "add_generation_prompt", None)
+    try:
+        return await models.in_thread(
+            lambda: tokenizer.encode_chat(
+                messages, add_generation_prompt=add is not False, variables=body.chat_template_kwargs
+            ),
+            NAMES,
+        )
+    except ApiError as problem:
+        if problem.param == "messages" and problem.message not in template.source:
+            raise ApiError(400, _known(problem.message), param="messages") from None
+        raise
+
+
+def messages_for(source: str, messages: list[Message]) -> list[dict[str, Any]]:
+    """As templates expect them: arguments of calls are objects, and ``developer`` is the system."""
+    result = []
+    for message in messages:
+        values = message.for_template()
+        if values["role"] == "developer" and "developer" not in source:
+            values["role"] = "system"
+        for call in values.get("tool_calls", ()):
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except ValueError:
+                raise ApiError(400, "arguments of a call are not JSON", param="messages") from None
+        result.append(values)
+    return result
+
+
+def _known(message: str) -> str:
+    """A template may put a prompt into its error; only texts that are fixed are passed on."""
+    fixed = ("the chat template needed", "the chat template wrote", "the chat template did", "not valid text")
+    return message if message.startswith(fixed) else "the chat template refused the messages, or failed"
+
+
+def _params(body: ChatRequest) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    values = body.sampling() | {"max_tokens": body.max_completion_tokens or body.max_tokens}
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    try:
+        return SamplingParams(**values)
+    except RequestError as problem:
+        raise from_request_error(problem) from None
+
+
+class _Answer:
+    """The answer to one request, whole or in chunks."""
+
+    def __init__(self, model: Model, body: ChatRequest) -> None:
+        self._body, self._tokenizer = body, model.tokenizer
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    def whole(self, job: Job, outputs: list[Any]) -> dict[str, Any]:
+        """All of it."""
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": shapes.chat_logprobs(choice.logprobs, self._tokenizer),
+                "finish_reason": str(choice.finish_reason),
+                "stop_reason": choice.stop_reason,
+            }
+            for choice in outputs[0].choices
+        ]
+        return self._head | {"object": "chat.completion", "choices": choices, "usage": shapes.usage(job)}
+
+    async def chunks(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        """The events of a stream."""
+        started: set[int] = set()
+        async for _, delta in job.deltas():
+            if delta.choice not in started:
+                started.add(delta.choice)
+                yield self._chunk(delta.choice, {"role": "assistant", "content": "", "refusal": None})
+            if delta.text or delta.logprobs:
+                logprobs = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
+                yield self._chunk(delta.choice, {"content": delta.text}, logprobs)
+            if delta.finish_reason is not None:
+                yield self._chunk(delta.choice, {}, None, str(delta.finish_reason), delta.stop_reason)
+        if self._body.wants_usage:
+            yield self._head | {"object": "chat.completion.chunk", "choices": [], "usage": shapes.usage(job)}
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, reason: str | None = None, stop: Any = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            choice["stop_reason"] = stop
+        chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
+        return chunk | {"usage": None} if self._body.wants_usage else chunk

@@ -1,0 +1,1 @@
+"""What requests may contain: one strict model for each kind."""
