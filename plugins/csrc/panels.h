@@ -13,18 +13,17 @@ namespace llmc::LLMC_ISA {
 // The format of rows for such weights, [rows, k] in x: in place, or converted into scratch memory by all threads.
 inline PreparedRows prepare(const Panels& w, const float* x, std::int64_t rows, std::int64_t stride,
                             const Context& context) {
-  const std::int64_t bytes = prepared_bytes(w);
-  if (bytes == 0) return {reinterpret_cast<const std::byte*>(x), stride * 4, rows};
-  std::byte* memory = context.scratch.array<std::byte>(bytes * rows);
+  if (prepared_bytes(w) == 0) return {reinterpret_cast<const std::byte*>(x), stride * 4, rows};
+  const RowMemory memory = row_memory(w, rows, context.scratch);
   const auto convert = [&](std::int64_t begin, std::int64_t end, int) {
-    for (std::int64_t r = begin; r < end; ++r) prepare_row(w, x + r * stride, memory + r * bytes);
+    for (std::int64_t r = begin; r < end; ++r) prepare_row(w, x + r * stride, memory, r);
   };
   if (rows * w.columns < 32768) {
     convert(0, rows, 0);
   } else {
     context.pool.split(rows, 1, convert);
   }
-  return {memory, bytes, rows};
+  return memory.rows(rows);
 }
 
 // Rows [row_begin, row_end) and panels [panel_begin, panel_end) of the product, on the calling thread. bias [rows of
@@ -45,12 +44,6 @@ inline void multiply(const Panels& w, const PreparedRows& x, std::int64_t row_be
       return multiply_vectors<Bf16Format>(product, row_begin, row_end, panel_begin, panel_end);
   }
 }
-
-#ifdef __AMX_BF16__
-constexpr std::int64_t kTaskRows = 256, kTaskPanels = 16;
-#else
-constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
-#endif
 
 // The whole product, on all threads; W: Panels, or quantized ones.
 template <class W>

@@ -39,17 +39,17 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 
-  // Blocks of so many rows; second = 0: one block.
-  void configure(int first, int second) {
+  // Blocks of so many rows; second = 0: one block. `depth`: rows of weights, four bytes each of a row of x.
+  void configure(int first, int second, std::int64_t depth = 16) {
     if (first == first_ && second == second_) return;
     first_ = first;
     second_ = second;
     TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
-      config.rows[i] = 16;
-    }
     const bool two = second != 0;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = static_cast<std::uint16_t>(i == 4 || (two && i == 5) ? depth * 4 : 64);
+      config.rows[i] = static_cast<std::uint8_t>(depth);
+    }
     for (int i = 0; i < 4; ++i) config.rows[i] = static_cast<std::uint8_t>(two && i >= 2 ? second : first);
     config.rows[4] = static_cast<std::uint8_t>(first);
     if (two) config.rows[5] = static_cast<std::uint8_t>(second);
@@ -139,12 +139,17 @@ class TileProduct {
     _tile_loadd(4, x, p_.x.stride);
     _tile_loadd(5, w0, 64);
     _tile_dpbf16ps(0, 4, 5);
+    _tile_zero(5);
     if constexpr (P > 1) _tile_loadd(6, w1, 64);
     if constexpr (P > 1) _tile_dpbf16ps(1, 4, 6);
+    if constexpr (P > 1) _tile_zero(6);
     if constexpr (P > 2) _tile_loadd(7, w2, 64);
     if constexpr (P > 2) _tile_dpbf16ps(2, 4, 7);
+    if constexpr (P > 2) _tile_zero(7);
     if constexpr (P > 3) _tile_loadd(5, w3, 64);
     if constexpr (P > 3) _tile_dpbf16ps(3, 4, 5);
+    if constexpr (P > 3) _tile_zero(5);
+    _tile_zero(4);
     (void)w1, (void)w2, (void)w3;
   }
 
@@ -155,9 +160,13 @@ class TileProduct {
     _tile_dpbf16ps(0, 4, 6);
     _tile_loadd(5, x + 16 * p_.x.stride, p_.x.stride);
     _tile_dpbf16ps(2, 5, 6);
+    _tile_zero(6);
     if constexpr (P > 1) _tile_loadd(7, w1, 64);
     if constexpr (P > 1) _tile_dpbf16ps(1, 4, 7);
+    _tile_zero(4);
     if constexpr (P > 1) _tile_dpbf16ps(3, 5, 7);
+    _tile_zero(5);
+    if constexpr (P > 1) _tile_zero(7);
     (void)w1;
   }
 

@@ -37,12 +37,27 @@ inline Panels panels_of(const Tensor& tensor, int axis, std::int64_t rows, std::
   return w;
 }
 
-// Rows of x as multiply() reads them; stride in bytes.
+// Rows of x as multiply() reads them; stride in bytes. For quantized weights also the factor and the sum of each block
+// of each row: [blocks][pitch].
 struct PreparedRows {
   const std::byte* data = nullptr;
   std::int64_t stride = 0, rows = 0;
+  const float *factor = nullptr, *sum = nullptr;
+  std::int64_t pitch = 0;
 
-  PreparedRows from(std::int64_t first, std::int64_t count) const { return {data + first * stride, stride, count}; }
+  PreparedRows from(std::int64_t first, std::int64_t count) const {
+    return {data + first * stride, stride, count, factor + first, sum + first, pitch};
+  }
+};
+
+// Memory for them.
+struct RowMemory {
+  std::byte* data = nullptr;
+  std::int64_t stride = 0;
+  float *factor = nullptr, *sum = nullptr;
+  std::int64_t pitch = 0;
+
+  PreparedRows rows(std::int64_t count) const { return {data, stride, count, factor, sum, pitch}; }
 };
 
 struct Product {
@@ -104,8 +119,18 @@ inline std::int64_t prepared_bytes(const Panels& w) {
   return (lines | 1) * 64;
 }
 
-// Writes a row of x in the form for these weights; what lies beyond its columns is zero.
-inline void prepare_row(const Panels& w, const float* x, std::byte* out) {
+inline RowMemory row_memory(const Panels& w, std::int64_t rows, Scratch& scratch) {
+  const std::int64_t bytes = prepared_bytes(w), stride = bytes != 0 ? bytes : w.columns * 4;
+  return {scratch.array<std::byte>(rows * stride), stride};
+}
+
+// Writes row r of x in the form for these weights; what lies beyond its columns is zero.
+inline void prepare_row(const Panels& w, const float* x, const RowMemory& memory, std::int64_t r) {
+  std::byte* out = memory.data + r * memory.stride;
+  if (w.dtype != DType::bf16) {
+    std::memcpy(out, x, static_cast<std::size_t>(w.columns) * 4);
+    return;
+  }
   const std::int64_t padded = (w.columns + 31) / 32 * 32;
   for (std::int64_t k = 0; k < padded; k += 16) {
     const std::int64_t left = w.columns - k;
@@ -131,7 +156,12 @@ constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 constexpr int kRows = 2;
 constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
 #endif
-constexpr std::int64_t kFewRows = 16;       // up to here the weight's bytes are the cost
+constexpr std::int64_t kFewRows = 16;  // up to here the weight's bytes are the cost
+#ifdef __AMX_BF16__
+constexpr std::int64_t kTaskRows = 512, kTaskPanels = 16;
+#else
+constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
+#endif
 constexpr std::int64_t kGroupPanels = 4;    // so many panels at a time,
 constexpr std::int64_t kBlockSteps = 1024;  // in blocks of steps whose weights stay in the second-level cache
 

@@ -8,11 +8,21 @@
 
 namespace llmc::LLMC_ISA {
 
-// A kind says what tiles hold, and how they are multiplied: with the numbers of panels_amx.h:
-// sums 0 and 1 of the first 16 rows and 2 and 3 of the others, rows 4 5, weights 6 7 (the intrinsics want literals).
+// A kind says what tiles hold, and how they are multiplied.
 //   steps(block)          64-byte rows of B
 //   unpack(...)           writes them
+//   multiply<C>           products of tiles: C 0 .. 3 with two blocks of rows, 4 .. 7 with one (see Tiles)
 //   add(...)              what BlockScale::add does, without zeros that unpack() has subtracted
+#define LLMC_TILE_PRODUCTS(instruction)       \
+  if constexpr (C == 0) instruction(0, 4, 6); \
+  if constexpr (C == 1) instruction(1, 4, 7); \
+  if constexpr (C == 2) instruction(2, 5, 6); \
+  if constexpr (C == 3) instruction(3, 5, 7); \
+  if constexpr (C == 4) instruction(0, 4, 5); \
+  if constexpr (C == 5) instruction(1, 4, 6); \
+  if constexpr (C == 6) instruction(2, 4, 7); \
+  if constexpr (C == 7) instruction(3, 4, 5);
+
 template <Format F, Zero Z>
 struct IntegerTiles {
   static_assert(kQuadBytes<F> == 4, "rows of x are codes, as A tiles are");
@@ -42,15 +52,9 @@ struct IntegerTiles {
   template <int C>
   static LLMC_INLINE void multiply() {
     if constexpr (kSigned) {
-      if constexpr (C == 0) _tile_dpbssd(0, 4, 6);
-      if constexpr (C == 1) _tile_dpbssd(1, 4, 7);
-      if constexpr (C == 2) _tile_dpbssd(2, 5, 6);
-      if constexpr (C == 3) _tile_dpbssd(3, 5, 7);
+      LLMC_TILE_PRODUCTS(_tile_dpbssd)
     } else {
-      if constexpr (C == 0) _tile_dpbsud(0, 4, 6);
-      if constexpr (C == 1) _tile_dpbsud(1, 4, 7);
-      if constexpr (C == 2) _tile_dpbsud(2, 5, 6);
-      if constexpr (C == 3) _tile_dpbsud(3, 5, 7);
+      LLMC_TILE_PRODUCTS(_tile_dpbsud)
     }
   }
 
@@ -72,10 +76,7 @@ struct Bfloat16Tiles {
 
   template <int C>
   static LLMC_INLINE void multiply() {
-    if constexpr (C == 0) _tile_dpbf16ps(0, 4, 6);
-    if constexpr (C == 1) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (C == 2) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (C == 3) _tile_dpbf16ps(3, 5, 7);
+    LLMC_TILE_PRODUCTS(_tile_dpbf16ps)
   }
 
   using Scale = BlockScale<Z == Zero::offset ? Zero::offset : Zero::middle>;
@@ -84,171 +85,256 @@ struct Bfloat16Tiles {
   }
 };
 
-template <class Kind>
+// Blocks of columns are multiplied `kBlocks` at a time, for 32 rows and two panels, or for 16 rows and four; while
+// tiles are multiplied, the sums of those before are scaled and added to the outputs so far.
+template <class Kind, int kBlocks>
 class QuantizedTiles {
  public:
   explicit QuantizedTiles(const QuantizedProduct& product)
-      : p_(product), column_bytes_(line_columns(p_.w.how.format) * column_bytes(p_.w.how)) {}
+      : p_(product), column_bytes_(line_columns(p_.w.how.format) * column_bytes(p_.w.how)) {
+    std::int64_t most = 0;
+    for (std::int64_t b = 0; b < p_.w.blocks; ++b) most = std::max(most, Kind::steps(p_.w.block[b]));
+    tile_rows_ = most <= 8 ? 8 : 16;
+  }
 
   void run(std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin, std::int64_t panel_end) {
-    for (std::int64_t panel = panel_begin; panel < panel_end; panel += 2) {
-      const int panels = static_cast<int>(std::min<std::int64_t>(2, panel_end - panel));
-      std::int64_t begin = 0;
-      do {
-        const std::int64_t end = unpack(panel, panels, begin);
-        std::int64_t row = row_begin;
-        for (; row_end - row > 16; row += 32) {
-          const int second = static_cast<int>(std::min<std::int64_t>(16, row_end - row - 16));
-          panels == 2 ? rows<2, true>(row, second, panel, begin, end) : rows<1, true>(row, second, panel, begin, end);
-        }
-        if (row < row_end) {
-          const int first = static_cast<int>(row_end - row);
-          panels == 2 ? rows<2, false>(row, first, panel, begin, end) : rows<1, false>(row, first, panel, begin, end);
-        }
-        begin = end;
-      } while (begin < p_.w.blocks);
+    // The rows of x stay in the second-level cache: if need be the columns go in parts.
+    const std::int64_t bytes = (row_end - row_begin) * p_.w.lines * column_bytes_, parts = bytes / kPartBytes + 1;
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const Work work{row_begin, row_end, p_.w.blocks * part / parts, p_.w.blocks * (part + 1) / parts};
+      if (work.begin == work.end) continue;
+      std::int64_t panel = panel_begin;
+      if (row_end - row_begin > 16) {
+        for (; panel + 2 <= panel_end; panel += 2) panels<2, true>(work, panel);
+        if (panel < panel_end) panels<1, true>(work, panel);
+      } else {
+        for (; panel + 4 <= panel_end; panel += 4) panels<4, false>(work, panel);
+        for (; panel < panel_end; ++panel) panels<1, false>(work, panel);
+      }
     }
   }
 
  private:
-  static constexpr std::int64_t kTiles = 16;  // of a panel that are unpacked at a time: a block, or more
+  static constexpr std::int64_t kPartBytes = 1 << 20;
+  static constexpr std::int64_t kTileBytes = 16384;  // of weights that are unpacked at a time, or those of one block
+  static constexpr std::int64_t kMostBytes = 65536;
 
-  static std::int64_t tiles(const Block& block) { return (Kind::steps(block) + 15) / 16; }
+  struct Work {
+    std::int64_t row_begin, row_end, begin, end;  // rows, blocks
+  };
 
-  // Unpacks blocks from `begin` on, as many as there is room for; each is padded with zeros to whole tiles.
-  std::int64_t unpack(std::int64_t panel, int panels, std::int64_t begin) {
-    std::int64_t end = begin, used = 0;
-    for (; end < p_.w.blocks && used + tiles(p_.w.block[end]) <= kTiles; ++end) {
-      const Block& block = p_.w.block[end];
-      for (int i = 0; i < panels; ++i) {
-        std::byte* out = weights_[i] + used * 1024;
-        Kind::unpack(p_.w, panel + i, block, out);
-        const std::int64_t written = Kind::steps(block) * 64, whole = tiles(block) * 1024;
-        if (written < whole) std::memset(out + written, 0, static_cast<std::size_t>(whole - written));
+  std::int64_t tiles(const Block& block) const { return (Kind::steps(block) + tile_rows_ - 1) / tile_rows_; }
+  std::int64_t tile_bytes() const { return tile_rows_ * 64; }
+
+  // The blocks from `begin` on for which there is room.
+  std::int64_t range_end(std::int64_t begin, std::int64_t end, int panels) const {
+    const std::int64_t bytes = tile_bytes() * panels;
+    std::int64_t used = tiles(p_.w.block[begin]), b = begin + 1;
+    for (; b < end && (used + tiles(p_.w.block[b])) * bytes <= kTileBytes; ++b) used += tiles(p_.w.block[b]);
+    return b;
+  }
+
+  template <int P, bool kWide>
+  void panels(const Work& work, std::int64_t panel) {
+    constexpr int kRows = kWide ? 32 : 16;
+    const bool whole = p_.lanes(panel + P - 1) == 16;
+    for (std::int64_t begin = work.begin; begin < work.end;) {
+      const std::int64_t end = range_end(begin, work.end, P), stride = unpack(panel, P, begin, end);
+      const bool finish = end == p_.w.blocks, last = end == work.end, in_place = last && whole && !(finish && p_.bias);
+      Adder<P> before;
+      int parity = 0;
+      float* acc = acc_;
+      for (std::int64_t row = work.row_begin; row < work.row_end; row += kRows, acc += kRows * P * 16) {
+        const int count = static_cast<int>(std::min<std::int64_t>(kRows, work.row_end - row));
+        const std::byte *x = p_.x.data + row * p_.x.stride, *weights = weights_;
+        if (begin == work.begin && begin != 0) load_sums<P>(acc, row, count, panel);
+        for (std::int64_t b = begin; b < end; b += kBlocks, parity ^= 1) {
+          const int blocks = static_cast<int>(std::min<std::int64_t>(kBlocks, end - b));
+          if (kWide && count > 16) {
+            weights = products<P, kWide>(x, count, weights, stride, b, blocks, parity, before);
+          } else {
+            weights = products<P, false>(x, count, weights, stride, b, blocks, parity, before);
+          }
+          before = Adder<P>(*this, row, count, panel, b, blocks, parity, acc);
+          if (b + kBlocks >= end && in_place) {
+            before.to = p_.y + row * p_.y_stride + panel * 16, before.to_stride = p_.y_stride;
+          }
+        }
       }
-      used += tiles(block);
+      before.add(kRows);
+      if (last && !in_place) store_sums<P>(work, panel, finish);
+      begin = end;
+    }
+  }
+
+  // Unpacks blocks; each is padded with zeros to whole tiles. Gives the bytes of a panel.
+  std::int64_t unpack(std::int64_t panel, int panels, std::int64_t begin, std::int64_t end) {
+    std::int64_t stride = 0;
+    for (std::int64_t b = begin; b < end; ++b) stride += tiles(p_.w.block[b]) * tile_bytes();
+    for (int i = 0; i < panels; ++i) {
+      std::byte* out = weights_ + i * stride;
+      for (std::int64_t b = begin; b < end; ++b) {
+        const Block& block = p_.w.block[b];
+        Kind::unpack(p_.w, panel + i, block, out);
+        const std::int64_t written = Kind::steps(block) * 64, whole = tiles(block) * tile_bytes();
+        if (written < whole) std::memset(out + written, 0, static_cast<std::size_t>(whole - written));
+        out += whole;
+      }
     }
     memory_barrier();
-    return end;
+    return stride;
   }
 
-  // Blocks [begin, end) of 16 rows and `count` more, or of `count` rows; the sums so far wait in y.
-  template <int P, bool kTwo>
-  void rows(std::int64_t row, int count, std::int64_t panel, std::int64_t begin, std::int64_t end) {
-    kTwo ? state_.configure(16, count) : state_.configure(count, 0);
-    const int all = kTwo ? 16 + count : count;
-    load_sums<P>(row, all, panel, begin == 0);
-    const std::byte *x = p_.x.data + row * p_.x.stride, *weights = weights_[0];
-    for (std::int64_t b = begin; b < end; ++b) {
-      const Block& block = p_.w.block[b];
-      const std::int64_t steps = tiles(block);
-      block_products<P, kTwo>(x, block.line * column_bytes_, weights, steps, panel, b, b > begin ? b - 1 : -1, count);
-      weights += steps * 1024;
-    }
-    add_block<P, kTwo>(x, count, panel, end - 1);
-    store_sums<P>(row, all, panel, end == p_.w.blocks);
-  }
-
-  // The products of block b; meanwhile those of the block before are added (-1: there is none). What tiles store takes
-  // a while until it can be loaded. With one step the two are interleaved tile by tile, since a processor that shares
-  // its core sees no further ahead: groups of 32 went from 190 to 220 operations a cycle.
-  template <int P, bool kTwo>
-  LLMC_INLINE void block_products(const std::byte* x, std::int64_t offset, const std::byte* weights, std::int64_t steps,
-                                  std::int64_t panel, std::int64_t b, std::int64_t before, int count) {
-    const std::int64_t stride = p_.x.stride;
-    auto& sums = sums_[b % 2];
-    _tile_zero(0);
-    if constexpr (P > 1) _tile_zero(1);
-    if constexpr (kTwo) _tile_zero(2);
-    if constexpr (P > 1 && kTwo) _tile_zero(3);
-    for (std::int64_t t = 0; t < steps; ++t) {
-      const std::byte* a = x + offset + t * 64;
-      _tile_loadd(4, a, stride);
-      _tile_loadd(6, weights + t * 1024, 64);
-      Kind::template multiply<0>();
-      if constexpr (kTwo) _tile_loadd(5, a + 16 * stride, stride);
-      if constexpr (kTwo) Kind::template multiply<2>();
-      if constexpr (P > 1) _tile_loadd(7, weights + kTiles * 1024 + t * 1024, 64);
-      if constexpr (P > 1) Kind::template multiply<1>();
-      if constexpr (P > 1 && kTwo) Kind::template multiply<3>();
-    }
-    const Adder adder(*this, x, panel, P, before < 0 ? b : before);
-    const int first = before < 0 ? 0 : kTwo ? 16 : count, second = before < 0 || !kTwo ? 0 : count;
-    store_tile<0>(reinterpret_cast<float*>(sums[0]), 64);
-    adder.template add<0>(first);
-    if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums[1]), 64);
-    if constexpr (P > 1) adder.template add<1>(first);
-    if constexpr (kTwo) store_tile<2>(reinterpret_cast<float*>(sums[2]), 64);
-    if constexpr (kTwo) adder.template add<2>(second);
-    if constexpr (P > 1 && kTwo) store_tile<3>(reinterpret_cast<float*>(sums[3]), 64);
-    if constexpr (P > 1 && kTwo) adder.template add<3>(second);
-  }
-
-  // Adds what tiles have stored of a block to the outputs so far.
+  // Adds the sums of some blocks, as tiles have stored them, to the outputs so far. Outputs and sums: [rows][P][16].
+  template <int P>
   struct Adder {
-    typename Kind::Scale scale[2];
-    const std::byte *factor, *total, *sums;
-    std::int64_t stride;
-    float* acc;
+    typename Kind::Scale scale[kBlocks][P];
+    const float *factor = nullptr, *total = nullptr, *from = nullptr;
+    const std::byte* sums = nullptr;
+    float* to = nullptr;
+    std::int64_t pitch = 0, to_stride = 0;
+    int rows = 0, blocks = 0;
+    __mmask16 old = 0;  // none of the outputs so far in the first block
 
-    LLMC_INLINE Adder(QuantizedTiles& tiles, const std::byte* x, std::int64_t panel, int panels, std::int64_t b)
-        : scale{{tiles.p_.w, panel, tiles.p_.w.block[b]}, {tiles.p_.w, panel + panels - 1, tiles.p_.w.block[b]}},
-          factor(reinterpret_cast<const std::byte*>(row_factors(tiles.p_.w, x) + b)),
-          total(reinterpret_cast<const std::byte*>(row_sums(tiles.p_.w, x) + b)),
-          sums(tiles.sums_[b % 2][0]),
-          stride(tiles.p_.x.stride),
-          acc(tiles.acc_) {}
+    Adder() = default;
+    LLMC_INLINE Adder(QuantizedTiles& tiles, std::int64_t row, int count, std::int64_t panel, std::int64_t b, int n,
+                      int parity, float* acc)
+        : factor(tiles.p_.x.factor + b * tiles.p_.x.pitch + row),
+          total(tiles.p_.x.sum + b * tiles.p_.x.pitch + row),
+          from(acc),
+          sums(tiles.sums_[parity][0]),
+          to(acc),
+          pitch(tiles.p_.x.pitch),
+          to_stride(P * 16),
+          rows(count),
+          blocks(n),
+          old(b == 0 ? 0 : 0xffff) {
+      for (int j = 0; j < kBlocks; ++j) {
+        if (j >= n) break;
+        for (int i = 0; i < P; ++i) scale[j][i] = typename Kind::Scale(tiles.p_.w, panel + i, tiles.p_.w.block[b + j]);
+      }
+    }
 
-    // Tile T has rows 0 .. or 16 .., of the first panel or the second.
-    template <int T>
-    LLMC_INLINE void add(int rows) const {
-      const std::byte *f = factor + T / 2 * 16 * stride, *s = total + T / 2 * 16 * stride;
-      float* out = acc + T / 2 * 512 + T % 2 * 16;
-      for (int r = 0; r < rows; ++r, f += stride, s += stride, out += 32) {
-        const float a = *reinterpret_cast<const float*>(f), sum = *reinterpret_cast<const float*>(s);
-        store(out, Kind::add(scale[T % 2], load(out), sums + T * 1024 + r * 64, a, sum));
+    // The next rows, `count` at most.
+    LLMC_INLINE void add(int count) {
+      count = std::min(count, rows);
+      rows -= count;
+      for (; count > 0; --count, ++factor, ++total, sums += P * 64, from += P * 16, to += to_stride) {
+        f32x16 v[P];
+        for (int i = 0; i < P; ++i) v[i] = {_mm512_maskz_loadu_ps(old, from + i * 16)};
+        for (int j = 0; j < kBlocks; ++j) {
+          if (j > 0 && j >= blocks) break;
+          const float a = factor[j * pitch], sum = total[j * pitch];
+          for (int i = 0; i < P; ++i) v[i] = Kind::add(scale[j][i], v[i], sums + j * 4096 + i * 64, a, sum);
+        }
+        for (int i = 0; i < P; ++i) store(to + i * 16, v[i]);
       }
     }
   };
 
+  // The products of `blocks` blocks from b on, and what `before` adds. Gives the weights of the next.
   template <int P, bool kTwo>
-  void add_block(const std::byte* x, int count, std::int64_t panel, std::int64_t b) {
-    const Adder adder(*this, x, panel, P, b);
-    adder.template add<0>(kTwo ? 16 : count);
-    if constexpr (P > 1) adder.template add<1>(kTwo ? 16 : count);
-    if constexpr (kTwo) adder.template add<2>(count);
-    if constexpr (P > 1 && kTwo) adder.template add<3>(count);
+  LLMC_INLINE const std::byte* products(const std::byte* x, int count, const std::byte* w, std::int64_t w_stride,
+                                        std::int64_t b, int blocks, int parity, Adder<P> before) {
+    kTwo ? state_.configure(16, count - 16, tile_rows_) : state_.configure(count, 0, tile_rows_);
+    constexpr int kSums = kTwo ? 2 * P : P;
+    const std::int64_t stride = p_.x.stride;
+    std::byte* sums = sums_[parity][0];
+    for (int j = 0; j < blocks; ++j, sums += 4096) {
+      const Block& block = p_.w.block[b + j];
+      const std::byte* a = x + block.line * column_bytes_;
+      const std::int64_t steps = tiles(block), bytes = tile_bytes();
+      const int slice = static_cast<int>(32 / (kSums * blocks * steps)) + 1;
+      _tile_zero(0);
+      if constexpr (P > 1) _tile_zero(1);
+      if constexpr (P > 2 || kTwo) _tile_zero(2);
+      if constexpr (kSums > 3) _tile_zero(3);
+      for (std::int64_t t = 0; t < steps; ++t, a += 64, w += bytes) {
+        _tile_loadd(4, a, stride);
+        if constexpr (kTwo) {
+          _tile_loadd(6, w, 64);
+          Kind::template multiply<0>();
+          before.add(slice);
+          _tile_loadd(5, a + 16 * stride, stride);
+          Kind::template multiply<2>();
+          _tile_zero(6);
+          before.add(slice);
+          if constexpr (P > 1) {
+            _tile_loadd(7, w + w_stride, 64);
+            Kind::template multiply<1>();
+            _tile_zero(4);
+            before.add(slice);
+            Kind::template multiply<3>();
+            _tile_zero(7);
+            before.add(slice);
+          } else {
+            _tile_zero(4);
+          }
+          _tile_zero(5);
+        } else {
+          _tile_loadd(5, w, 64);
+          Kind::template multiply<4>();
+          _tile_zero(5);
+          before.add(slice);
+          if constexpr (P > 1) {
+            _tile_loadd(6, w + w_stride, 64);
+            Kind::template multiply<5>();
+            _tile_zero(6);
+            before.add(slice);
+          }
+          if constexpr (P > 2) {
+            _tile_loadd(7, w + 2 * w_stride, 64);
+            Kind::template multiply<6>();
+            _tile_zero(7);
+            before.add(slice);
+            _tile_loadd(5, w + 3 * w_stride, 64);
+            Kind::template multiply<7>();
+            _tile_zero(5);
+            before.add(slice);
+          }
+          _tile_zero(4);
+        }
+      }
+      store_tile<0>(reinterpret_cast<float*>(sums), P * 64);
+      if constexpr (kTwo && P == 1) store_tile<2>(reinterpret_cast<float*>(sums + 1024), 64);
+      if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums + 64), P * 64);
+      if constexpr (kTwo && P > 1) store_tile<2>(reinterpret_cast<float*>(sums + 2048), 128);
+      if constexpr (kTwo && P > 1) store_tile<3>(reinterpret_cast<float*>(sums + 2048 + 64), 128);
+      if constexpr (P > 2) store_tile<2>(reinterpret_cast<float*>(sums + 128), P * 64);
+      if constexpr (P > 2) store_tile<3>(reinterpret_cast<float*>(sums + 192), P * 64);
+    }
+    before.add(32);
+    return w;
   }
 
   template <int P>
-  void load_sums(std::int64_t row, int count, std::int64_t panel, bool first) {
+  void load_sums(float* acc, std::int64_t row, int count, std::int64_t panel) {
     for (int r = 0; r < count; ++r) {
       const float* y = p_.y + (row + r) * p_.y_stride + panel * 16;
-      for (int i = 0; i < P; ++i) {
-        store(acc_ + r * 32 + i * 16, first ? zero() : load(y + i * 16, p_.lanes(panel + i)));
-      }
+      for (int i = 0; i < P; ++i) store(acc + (r * P + i) * 16, load(y + i * 16, p_.lanes(panel + i)));
     }
   }
 
   template <int P>
-  void store_sums(std::int64_t row, int count, std::int64_t panel, bool last) {
+  void store_sums(const Work& work, std::int64_t panel, bool finish) {
+    finish &= p_.bias != nullptr;
     for (int i = 0; i < P; ++i) {
       const int lanes = p_.lanes(panel + i);
-      const bool finish = last && p_.bias != nullptr;
       const f32x16 bias = finish ? load(p_.bias + (panel + i) * 16, lanes) : zero();
-      for (int r = 0; r < count; ++r) {
-        const f32x16 sum = load(acc_ + r * 32 + i * 16);
-        store(p_.y + (row + r) * p_.y_stride + (panel + i) * 16, finish ? sum + bias : sum, lanes);
+      for (std::int64_t row = work.row_begin; row < work.row_end; ++row) {
+        const f32x16 sum = load(acc_ + ((row - work.row_begin) * P + i) * 16);
+        store(p_.y + row * p_.y_stride + (panel + i) * 16, finish ? sum + bias : sum, lanes);
       }
     }
   }
 
   const QuantizedProduct& p_;
   const std::int64_t column_bytes_;  // of x, for a line
+  std::int64_t tile_rows_;           // of B
   Tiles state_;
-  alignas(64) std::byte weights_[2][kTiles * 1024];
-  alignas(64) std::byte sums_[2][4][1024];
-  alignas(64) float acc_[32 * 32];
+  alignas(64) std::byte weights_[kMostBytes];
+  alignas(64) std::byte sums_[2][kBlocks][4096];
+  alignas(64) float acc_[kTaskRows * 32];
 };
 
 constexpr std::int64_t kFewIntegerRows = 8;  // up to here vectors are faster than tiles
@@ -259,14 +345,14 @@ void integer_tiles(const QuantizedProduct& p, std::int64_t row_begin, std::int64
   if (row_end - row_begin <= kFewIntegerRows) {
     return integer_vectors<F, Z>(p, row_begin, row_end, panel_begin, panel_end);
   }
-  QuantizedTiles<IntegerTiles<F, Z>> tiles(p);
+  QuantizedTiles<IntegerTiles<F, Z>, 1> tiles(p);
   tiles.run(row_begin, row_end, panel_begin, panel_end);
 }
 
 template <Format F, Zero Z>
 void bfloat16_tiles(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                     std::int64_t panel_end) {
-  QuantizedTiles<Bfloat16Tiles<F, Z>> tiles(p);
+  QuantizedTiles<Bfloat16Tiles<F, Z>, 1> tiles(p);
   tiles.run(row_begin, row_end, panel_begin, panel_end);
 }
 

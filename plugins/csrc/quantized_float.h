@@ -174,8 +174,8 @@ void expanded_rows(const QuantizedProduct& p, const std::byte* expanded, std::in
     for (int r = 0; r < R; ++r) {
       f32x16 v = sum[r][i];
       if constexpr (kScaled) {
-        const std::byte* of_row = x + r * p.x.stride;
-        v = scale.add(acc[r][i], v, row_factors(p.w, of_row)[number], row_sums(p.w, of_row)[number]);
+        const std::int64_t at = number * p.x.pitch + row + r;
+        v = scale.add(acc[r][i], v, p.x.factor[at], p.x.sum[at]);
       }
       store(y + r * p.y_stride + i * 16, finish ? v + bias : v, lanes(i));
     }

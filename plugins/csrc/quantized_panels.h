@@ -11,17 +11,16 @@ namespace llmc::LLMC_ISA {
 // Rows [rows, k] in x in the form for such weights, converted into scratch memory by all threads.
 inline PreparedRows prepare(const QuantizedPanels& w, const float* x, std::int64_t rows, std::int64_t stride,
                             const Context& context) {
-  const std::int64_t bytes = prepared_bytes(w);
-  std::byte* memory = context.scratch.array<std::byte>(bytes * rows);
+  const RowMemory memory = row_memory(w, rows, context.scratch);
   const auto convert = [&](std::int64_t begin, std::int64_t end, int) {
-    for (std::int64_t r = begin; r < end; ++r) prepare_row(w, x + r * stride, memory + r * bytes);
+    for (std::int64_t r = begin; r < end; ++r) prepare_row(w, x + r * stride, memory, r);
   };
   if (rows * w.columns < 16384) {
     convert(0, rows, 0);
   } else {
     context.pool.split(rows, 1, convert);
   }
-  return {memory, bytes, rows};
+  return memory.rows(rows);
 }
 
 template <Format F, Zero Z>

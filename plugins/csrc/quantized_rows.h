@@ -1,6 +1,6 @@
 // Rows of x in the form in which quantized products read them. A prepared row: what is multiplied, in the order of the
-// weight's lines; then for each block the factor of x (float), and its sum (float; an int, times the middle code, where
-// integer sums begin with it).
+// weight's lines; apart from it for each block the factor of x (float), and its sum (float; an int, times the middle
+// code, where integer sums begin with it).
 #pragma once
 #include <limits>
 
@@ -26,18 +26,13 @@ inline std::int64_t codes_bytes(const QuantizedPanels& w) {
   return (w.padded_columns() * column_bytes(w.how) + 63) / 64 * 64 + 64;
 }
 
-inline const float* row_factors(const QuantizedPanels& w, const std::byte* row) {
-  return reinterpret_cast<const float*>(row + codes_bytes(w));
-}
-inline const float* row_sums(const QuantizedPanels& w, const std::byte* row) { return row_factors(w, row) + w.blocks; }
-inline const std::int32_t* row_starts(const QuantizedPanels& w, const std::byte* row) {
-  return reinterpret_cast<const std::int32_t*>(row_sums(w, row));
-}
-
 // An odd number of cache lines, so that the rows of a tile do not fall into one set of the first-level cache.
-inline std::int64_t prepared_bytes(const QuantizedPanels& w) {
-  const std::int64_t lines = (codes_bytes(w) + 8 * w.blocks + 63) / 64;
-  return (lines | 1) * 64;
+inline std::int64_t prepared_bytes(const QuantizedPanels& w) { return (codes_bytes(w) / 64 | 1) * 64; }
+
+inline RowMemory row_memory(const QuantizedPanels& w, std::int64_t rows, Scratch& scratch) {
+  const std::int64_t stride = prepared_bytes(w), pitch = rows < 16 ? rows : ((rows + 15) / 16 | 1) * 16;
+  float* factor = scratch.array<float>(2 * w.blocks * pitch);
+  return {scratch.array<std::byte>(rows * stride), stride, factor, factor + w.blocks * pitch, pitch};
 }
 
 template <class F>
@@ -107,11 +102,10 @@ LLMC_INLINE std::int32_t round_codes(const UnitScale& scale, const float* x, std
 }
 
 template <Format F>
-void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out) {
-  auto* factors = const_cast<float*>(row_factors(w, out));
-  auto* sums = const_cast<float*>(row_sums(w, out));
+void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out, const RowMemory& memory, std::int64_t r) {
+  float *factor = memory.factor + r, *total = memory.sum + r;
   UnitScale scale{};
-  for (std::int64_t b = 0; b < w.blocks; ++b) {
+  for (std::int64_t b = 0; b < w.blocks; ++b, factor += memory.pitch, total += memory.pitch) {
     const Block& block = w.block[b];
     if (block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 127.0f);
     std::byte* to = out + block.line * line_columns(F) / 4 * kQuadBytes<F>;
@@ -123,24 +117,24 @@ void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out) {
                          : round_codes<false>(scale, x + block.column, block.columns, bytes);
       if constexpr (kQuadBytes<F> != 4) spread_codes(codes, block.lines * line_columns(F), to);
     }
-    factors[b] = scale.factor;
+    *factor = scale.factor;
     const std::int32_t start = -sum * (F == Format::int8 ? 128 : 8);
-    const float total = static_cast<float>(sum);
-    std::memcpy(sums + b, w.zero_kind == Zero::middle ? static_cast<const void*>(&start) : &total, 4);
+    *total = static_cast<float>(sum);
+    if (w.zero_kind == Zero::middle) std::memcpy(total, &start, 4);
   }
 }
 
 // For products in bfloat16; x rounded to it, or first scaled and rounded to E4M3.
-inline void prepare_bfloat16(const QuantizedPanels& w, const float* x, std::byte* out) {
-  auto* factors = const_cast<float*>(row_factors(w, out));
-  auto* sums = const_cast<float*>(row_sums(w, out));
+inline void prepare_bfloat16(const QuantizedPanels& w, const float* x, std::byte* out, const RowMemory& memory,
+                             std::int64_t r) {
+  float *factor = memory.factor + r, *total = memory.sum + r;
   const std::int64_t line = line_columns(w.how.format), bytes = column_bytes(w.how);
   const bool fp8 = w.how.compute == Compute::fp8;
   UnitScale scale{1.0f, 1.0f, false};
-  for (std::int64_t b = 0; b < w.blocks; ++b) {
+  for (std::int64_t b = 0; b < w.blocks; ++b, factor += memory.pitch, total += memory.pitch) {
     const Block& block = w.block[b];
     if (fp8 && block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 448.0f);
-    factors[b] = scale.factor;
+    *factor = scale.factor;
     std::byte* to = out + block.line * line * bytes;
     f32x16 sum = zero();
     each_sixteen(scale.finite() ? block.columns : 0, [&](std::int64_t i, int n) {
@@ -158,7 +152,7 @@ inline void prepare_bfloat16(const QuantizedPanels& w, const float* x, std::byte
         store(reinterpret_cast<float*>(to) + i, load(rounded));
       }
     });
-    sums[b] = reduce_add(sum);
+    *total = reduce_add(sum);
   }
 }
 
@@ -170,17 +164,18 @@ inline void prepare_float32(const QuantizedPanels& w, const float* x, std::byte*
   }
 }
 
-// Writes a row of x in the form for these weights.
-inline void prepare_row(const QuantizedPanels& w, const float* x, std::byte* out) {
+// Writes row r of x in the form for these weights.
+inline void prepare_row(const QuantizedPanels& w, const float* x, const RowMemory& memory, std::int64_t r) {
+  std::byte* out = memory.data + r * memory.stride;
   std::memset(out, 0, static_cast<std::size_t>(codes_bytes(w)));
   switch (w.how.compute) {
     case Compute::int8:
-      return w.how.format == Format::int8 ? prepare_int8<Format::int8>(w, x, out)
-                                          : prepare_int8<Format::int4>(w, x, out);
+      return w.how.format == Format::int8 ? prepare_int8<Format::int8>(w, x, out, memory, r)
+                                          : prepare_int8<Format::int4>(w, x, out, memory, r);
     case Compute::float32:
       return prepare_float32(w, x, out);
     default:
-      return prepare_bfloat16(w, x, out);
+      return prepare_bfloat16(w, x, out, memory, r);
   }
 }
 

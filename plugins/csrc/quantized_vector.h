@@ -23,6 +23,7 @@ template <Zero Z>
 struct BlockScale {
   f32x16 scale, zero;
 
+  BlockScale() = default;
   BlockScale(const QuantizedPanels& w, std::int64_t panel, const Block& block) {
     scale = w.scales(panel, block.group);
     if constexpr (Z == Zero::integer) zero = load_bytes(w.integer_zeros(panel, block.group));
@@ -56,6 +57,7 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
   const QuantizedPanels& w = p.w;
   const std::byte* x = p.x.data + row * p.x.stride;
   const std::int64_t x_stride = p.x.stride, panel_bytes = w.panel_bytes();
+  const auto* starts = reinterpret_cast<const std::int32_t*>(p.x.sum + row);
   float* y = p.y + row * p.y_stride + panel * 16;
   const int last = p.lanes(panel + P - 1);
   const auto lanes = [&](int i) { return i + 1 < P ? 16 : last; };
@@ -69,7 +71,7 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
     const Block& block = w.block[b];
     i32x16 sum[R][P];
     for (int r = 0; r < R; ++r) {
-      const i32x16 start = Z == Zero::middle ? broadcast_int(row_starts(w, x + r * x_stride)[b]) : zero_ints();
+      const i32x16 start = Z == Zero::middle ? broadcast_int(starts[b * p.x.pitch + r]) : zero_ints();
       for (int i = 0; i < P; ++i) sum[r][i] = start;
     }
     const std::byte* lines = w.lines_of(panel, block);
@@ -83,8 +85,8 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
     for (int i = 0; i < P; ++i) {
       const BlockScale<Z> scale(w, panel + i, block);
       for (int r = 0; r < R; ++r) {
-        const std::byte* of_row = x + r * x_stride;
-        acc[r][i] = scale.add(acc[r][i], to_float(sum[r][i]), row_factors(w, of_row)[b], row_sums(w, of_row)[b]);
+        const std::int64_t at = b * p.x.pitch + row + r;
+        acc[r][i] = scale.add(acc[r][i], to_float(sum[r][i]), p.x.factor[at], p.x.sum[at]);
       }
     }
   }

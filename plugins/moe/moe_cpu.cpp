@@ -69,10 +69,9 @@ class Moe : public Kernel {
   };
 
   struct Memory {
-    std::int64_t up_row, down_row;  // bytes of a row as the products read it
-    std::byte *x, *inner;           // [pairs] of such rows
-    float *gate_up, *out;           // [pairs, 2I or I], [pairs, H]
-    float* split;                   // [threads, 2I]
+    RowMemory x, inner;    // [pairs]
+    float *gate_up, *out;  // [pairs, 2I or I], [pairs, H]
+    float* split;          // [threads, 2I]
     Routing routing;
     std::int64_t* count;  // [experts]
     Task* tasks;
@@ -84,9 +83,8 @@ class Moe : public Kernel {
     if (shape.tokens == 0) return;
     const std::int64_t up_bytes = prepared_bytes(shape.gate_up), down_bytes = prepared_bytes(shape.down);
     Memory memory;
-    memory.up_row = up_bytes != 0 ? up_bytes : shape.hidden * 4;
-    memory.down_row = down_bytes != 0 ? down_bytes : shape.inner * 4;
-    const std::int64_t of_pair = memory.up_row + memory.down_row + (shape.gate_up.rows + shape.hidden) * 4;
+    const std::int64_t of_pair =
+        up_bytes + down_bytes + (shape.hidden + shape.inner + shape.gate_up.rows + shape.hidden) * 4;
     const std::int64_t tokens = std::clamp<std::int64_t>(kScratch / (of_pair * shape.choices + 1), 1, shape.tokens);
     allocate(memory, shape, tokens, context);
     for (std::int64_t first = 0; first < shape.tokens; first += tokens) {
@@ -164,8 +162,8 @@ class Moe : public Kernel {
   void allocate(Memory& memory, const Shape<W>& shape, std::int64_t tokens, const Context& context) const {
     Scratch& scratch = context.scratch;
     const std::int64_t pairs = tokens * shape.choices;
-    memory.x = scratch.array<std::byte>(pairs * memory.up_row);
-    memory.inner = scratch.array<std::byte>(pairs * memory.down_row);
+    memory.x = row_memory(shape.gate_up, pairs, scratch);
+    memory.inner = row_memory(shape.down, pairs, scratch);
     memory.gate_up = scratch.array<float>(pairs * shape.gate_up.rows);
     memory.out = scratch.array<float>(pairs * shape.hidden);
     memory.split = scratch.array<float>(context.pool.size() * 2 * shape.inner);
@@ -186,17 +184,15 @@ class Moe : public Kernel {
     const Tensor& x = context.in[0];
     share_rows(context.pool, routing.pairs, shape.hidden, [&](std::int64_t pair, int) {
       const float* row = x.as<const float>() + routing.token[pair] * x.stride[0];
-      lay_out_row(shape.gate_up, row, shape.hidden, memory.x + pair * memory.up_row);
+      prepare_row(shape.gate_up, row, memory.x, pair);
     });
-    products(context, shape.gate_up, {memory.x, memory.up_row, routing.pairs}, input(context, 5), memory,
-             memory.gate_up);
+    products(context, shape.gate_up, memory.x.rows(routing.pairs), input(context, 5), memory, memory.gate_up);
     share_rows(context.pool, routing.pairs, shape.gate_up.rows * 4, [&](std::int64_t pair, int thread) {
       float* row = memory.gate_up + pair * shape.gate_up.rows;
       activate(row, shape.inner, memory.split + thread * 2 * shape.inner);
-      lay_out_row(shape.down, row, shape.inner, memory.inner + pair * memory.down_row);
+      prepare_row(shape.down, row, memory.inner, pair);
     });
-    products(context, shape.down, {memory.inner, memory.down_row, routing.pairs}, input(context, 6), memory,
-             memory.out);
+    products(context, shape.down, memory.inner.rows(routing.pairs), input(context, 6), memory, memory.out);
     share_rows(context.pool, tokens, shape.choices * shape.hidden,
                [&](std::int64_t token, int) { add_up(context, shape, memory, first, token); });
   }
@@ -244,15 +240,6 @@ class Moe : public Kernel {
       range(0, rows, 0);
     } else {
       pool.split(rows, 1, range);
-    }
-  }
-
-  template <class W>
-  static void lay_out_row(const W& w, const float* row, std::int64_t size, std::byte* out) {
-    if (prepared_bytes(w) != 0) {
-      prepare_row(w, row, out);
-    } else {
-      std::memcpy(out, row, static_cast<std::size_t>(size) * 4);
     }
   }
 
