@@ -83,7 +83,8 @@ def bench(
     """
     from llmc.runtime.llm import LLM
 
-    llm = LLM(engine, threads=threads, isa=isa, max_batch_tokens=max_batch_tokens)
+    # Rounds repeat their prompts, so they must not find what the first one has computed.
+    llm = LLM(engine, threads=threads, isa=isa, max_batch_tokens=max_batch_tokens, prefix_cache=False)
     wanted = names or tuple(WORKLOADS)
     fitting = [name for name in wanted if longest(name) <= llm.scheduler.config.context]
     if not fitting:

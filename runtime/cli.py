@@ -49,6 +49,7 @@ RESOURCES = (
     click.option("--max-sequences", type=click.IntRange(1), help="That run at one time. [default: the engine's]"),
     click.option("--max-batch-tokens", type=click.IntRange(1), help="Tokens of a step. [default: the engine's]"),
     click.option("--isa", help="Instruction set. [default: the best of this machine]"),
+    click.option("--no-prefix-cache", is_flag=True, help="Compute every prompt from its first token."),
 )
 
 
@@ -90,6 +91,7 @@ def run(
     max_sequences: int | None,
     max_batch_tokens: int | None,
     isa: str | None,
+    no_prefix_cache: bool,
     parse_special_in_messages: bool,
     **sampling: Any,
 ) -> None:  # long: one parameter for each option
@@ -124,6 +126,7 @@ def run(
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         isa=isa,
+        prefix_cache=not no_prefix_cache,
         parse_special_in_messages=parse_special_in_messages,
     )
     try:

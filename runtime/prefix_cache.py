@@ -70,9 +70,10 @@ class PrefixCache:
         return blocks
 
     def keys(self, sequence: Sequence, start: int, stop: int) -> set[bytes]:
-        """The keys of the blocks that computing these tokens completes."""
+        """The keys of the blocks that computing these tokens completes, or takes a step further."""
         size = self._cache.block_size
-        return {self._content(sequence, index).key for index in range(start // size, stop // size)}
+        last = min(-(-stop // size), len(sequence.tokens) // size)
+        return {self._content(sequence, index).key for index in range(start // size, last)}
 
     def waits(self, sequence: Sequence, found: int, tokens: int, pending: set[bytes]) -> bool:
         """Whether the block after the ``found`` ones is among those that are being computed."""

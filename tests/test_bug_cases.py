@@ -30,8 +30,14 @@ CASES = {
     "KV-02": "what nobody has written in a block, NaN at worst, changes nothing",
     "KV-03": "preempted and computed again is bit-equal",
     "KV-07": "a step writes to blocks of its own requests only",
+    "KV-10": "equal prompts of one step share nothing that is not computed yet",
+    "KV-15": "the same prompt through the cache gives the same text every time",
+    "KV-18": "tokens found in the cache are counted once",
     "KV-09": "a request that outgrows the pool alone ends by length, and the next one runs",
     "KV-20": "no block is handed out twice",
+    "LIF-04": "more clients than slots: all end",
+    "LIF-07": "a deadline that has passed ends at once",
+    "LIF-09": "one that waits and is cancelled never runs, the others do",
     "MTH-01": "norms round like Llama's or like Gemma's within a bfloat16 ulp",
     "MTH-04": "a stale head beside tied embeddings is warned of and not used",
     "MTH-05": "zero points of GPTQ, in both formats",
@@ -75,7 +81,7 @@ CASES = {
     "TOK-15": "a list of end tokens, and no padding token",
 }
 
-ID = re.compile(r"(?<![a-z])(art|bat|kv|mth|sec|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
+ID = re.compile(r"(?<![a-z])(art|bat|kv|lif|mth|sec|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ class Llmc:
     """An engine behind the public API."""
 
     def __init__(self, engine: str, threads: int) -> None:
-        self.llm = LLM(engine, threads=threads)
+        self.llm = LLM(engine, threads=threads, prefix_cache=False)  # rounds repeat their prompts
         self.vocabulary = self.llm.vocab_size
 
     def generate(self, requests: Sequence[Request]) -> list[list[float]]:

@@ -227,6 +227,9 @@ void bind_executor(nb::module_& m) {
            nb::arg("kv_slots"), nb::arg("kv_dtype"), nb::arg("block_size"), nb::arg("blocks"), nb::arg("threads"),
            nb::arg("isa"), nb::arg("poison"))
       .def("run", &run_executor, nb::arg("input_ids"), nb::arg("logit_rows"), nb::arg("batch"), nb::arg("upto"))
+      .def(
+          "resume", [](PyExecutor& self, std::int64_t begin, std::int64_t upto) { self.executor->resume(begin, upto); },
+          nb::arg("begin"), nb::arg("upto"), nb::call_guard<nb::gil_scoped_release>())
       .def("view", [](nb::handle_t<PyExecutor> self,
                       std::int64_t value) { return to_array(nb::cast<PyExecutor&>(self).executor->view(value), self); })
       .def("copy_block", [](PyExecutor& self, std::int64_t source,

@@ -198,9 +198,21 @@ void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std:
     }
   }
   if (poison_) std::memset(arena_.data(), 0xff, arena_.size());
+  run_steps(0, upto);
+}
+
+void Executor::resume(std::int64_t begin, std::int64_t upto) {
+  const std::unique_lock lock(running_, std::try_to_lock);
+  require(lock.owns_lock(), "the executor is already running a batch in another thread");
+  require(batch_.tokens > 0, "no batch has been run");
+  require(begin >= 0, "begin is negative");
+  run_steps(begin, upto);
+}
+
+void Executor::run_steps(std::int64_t begin, std::int64_t upto) {
   const Awake awake(pool_);
-  const std::size_t count = std::min(steps_.size(), static_cast<std::size_t>(std::max<std::int64_t>(upto, 0)));
-  for (std::size_t i = 0; i < count; ++i) run_step(i);
+  const std::int64_t end = std::min(static_cast<std::int64_t>(steps_.size()), upto);
+  for (std::int64_t i = begin; i < end; ++i) run_step(static_cast<std::size_t>(i));
 }
 
 void Executor::run_step(std::size_t index) {

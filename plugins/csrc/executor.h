@@ -55,6 +55,9 @@ class Executor {
   // Fails, before anything is written, if the batch contradicts itself or the cache, or a view leaves its memory.
   void run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto);
 
+  // Goes on with the last batch: the steps from `begin` to before `upto`.
+  void resume(std::int64_t begin, std::int64_t upto);
+
   // The view as of the last run.
   Tensor view(std::int64_t value) const;
   std::size_t steps() const { return steps_.size(); }
@@ -79,6 +82,7 @@ class Executor {
   bool copy_batch(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows);
   void resolve();
   Tensor resolve(const ValueSpec& value);
+  void run_steps(std::int64_t begin, std::int64_t upto);
   void run_step(std::size_t index);
 
   std::vector<ValueSpec> values_;

@@ -63,6 +63,7 @@ class CpuExecutor:
         self.num_blocks = num_blocks
         self._index = {value.name: number for number, value in enumerate(plan.values)}
         self._logits = self._index[plan.logits]
+        self._head = _head(plan)
         poison = POISON if poison is None else poison
         self._native = self._make(engine, poison)
         if poison:
@@ -80,6 +81,19 @@ class CpuExecutor:
         """
         self.run(batch)
         return self._native.view(self._logits)
+
+    def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
+
+        Raises:
+            KernelError: as step.
+        """
+        self.run(batch, self._head)
+        rows = self.read(str(self.plan.steps[self._head].inputs[0]))
+        if not logits:
+            return rows, None
+        self._native.resume(self._head, len(self.plan.steps))
+        return rows, self._native.view(self._logits)
 
     def run(self, batch: Batch, upto: int | None = None) -> None:
         """Run the first ``upto`` steps of the plan, by default all."""
@@ -145,6 +159,18 @@ class CpuExecutor:
             )
             for step in plan.steps
         ]
+
+
+def _head(plan: Plan) -> int:
+    """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
+    wanted: str | None = plan.logits
+    for number in range(len(plan.steps) - 1, -1, -1):
+        step = plan.steps[number]
+        if wanted in step.outputs:
+            if step.op in ("linear", "quantized_linear"):
+                return number
+            wanted = step.inputs[0]
+    raise EngineError("plan.json: no product with a weight makes the logits")
 
 
 def _value(

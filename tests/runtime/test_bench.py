@@ -34,9 +34,10 @@ def test_contexts() -> None:
 
 
 def test_report(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = kit.llm(lambda history: kit.one_hot(5), max_seq_len=1024, num_blocks=512)
+    made = kit.llm(lambda history: kit.one_hot(5), max_seq_len=1024, num_blocks=512, prefix_cache=False)
     made.executor.isa = "fake"
-    monkeypatch.setattr(llm, "LLM", lambda *_, **__: made)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(llm, "LLM", lambda *_, **values: asked.update(values) or made)
     monkeypatch.setattr(bench, "measure_ceilings", lambda threads: {"read_bandwidth": 50.0, "fp32": 100.0})
     arguments = ["bench", "engine", "--rounds", "2", "--ceilings"]
     for name in ("decode128", "batch16", "decode2048"):
@@ -50,6 +51,7 @@ def test_report(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["skipped"] == {"decode2048": "needs a context of 2176 tokens"}
     tokens = 16 + 1 + 2 * (3940 + 1830 - 16 + 128 + 127)  # the last token of each request is not computed
     assert made.scheduler.statistics.tokens == tokens
+    assert asked["prefix_cache"] is False  # rounds repeat their prompts
     table = CliRunner().invoke(cli, arguments).stdout
     assert "decode128" in table
     assert "GB/s" in table

@@ -94,7 +94,10 @@ def test_conversation(run: Any) -> None:
 
 
 def test_options_reach_the_engine(run: Any) -> None:
-    run("-p", "hello", "--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--parse-special-in-messages")
+    run("-p", "hello")
+    assert run.seen[-1]["prefix_cache"] is True
+    options = ("--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--no-prefix-cache")
+    run("-p", "hello", *options, "--parse-special-in-messages")
     assert run.seen[-1] == {
         "threads": 2,
         "kv_memory": "1GiB",
@@ -102,6 +105,7 @@ def test_options_reach_the_engine(run: Any) -> None:
         "max_sequences": 3,
         "max_batch_tokens": None,
         "isa": None,
+        "prefix_cache": False,
         "parse_special_in_messages": True,
     }
 

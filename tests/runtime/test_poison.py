@@ -29,7 +29,7 @@ def results(engine: Path, poison: bool, preempted: bool, monkeypatch: pytest.Mon
     llm = LLM(engine, threads=1, check=True, **options)
     found = [(r.token_ids, r.logprobs) for r in llm.generate(PROMPTS, PARAMS)]
     assert (llm.scheduler.statistics.preemptions > 0) == preempted
-    assert llm.scheduler.kv_cache.num_free == llm.scheduler.kv_cache.num_blocks
+    assert llm.scheduler.kv_cache.num_available == llm.scheduler.kv_cache.num_blocks
     return found
 
 
@@ -38,6 +38,7 @@ def test_kv_02_and_kv_03(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = results(engine, False, False, monkeypatch, num_blocks=4096)
     assert results(engine, True, True, monkeypatch, num_blocks=32) == expected
     assert results(engine, True, False, monkeypatch, num_blocks=32, max_batch_tokens=8, max_sequences=3) == expected
+    assert results(engine, True, True, monkeypatch, num_blocks=32, prefix_cache=False) == expected
     assert all(np.isfinite(e.logprob) for _, logprobs in expected for e in logprobs)
 
 
