@@ -50,6 +50,7 @@ def serve(
     max_sequences: int | None,
     max_batch_tokens: int | None,
     isa: str | None,
+    no_prefix_cache: bool,
     parse_special_in_messages: bool,
     **values: Any,
 ) -> None:
@@ -75,6 +76,7 @@ def serve(
             max_sequences=max_sequences,
             max_batch_tokens=max_batch_tokens,
             isa=isa,
+            prefix_cache=not no_prefix_cache,
             parse_special_in_messages=parse_special_in_messages,
         )
 
