@@ -1,10 +1,11 @@
-"""Measure llmc beside its peers: the same weights, workloads and threads, interleaved (A B A B ...), as ratios.
+r"""Measure llmc beside its peers: the same weights, workloads and threads, interleaved (A B A B ...), as ratios.
 
-    python build_scripts/bench_peers.py --work /tmp/peers --models smol135m --rounds 5 --json result.json
+    python build_scripts/bench_peers.py --work /tmp/peers --models smol135m --formats int4,bf16 --rounds 5 \
+        --json result.json --plot result.svg
 
 Makes what it needs in the work folder, each peer in an environment of its own. Run it with the Python of an
-environment that has llmc[build]. Prints the median and the spread (minimum to maximum) of each figure and of the ratio
-of each round.
+environment that has llmc[build]. Prints the median and the spread (minimum to maximum) of each figure, and of llmc's
+ratio to the best peer in each round. A peer that can't be installed, converted or run is reported, with the reason.
 """
 
 import json
@@ -12,8 +13,9 @@ import os
 import statistics
 import subprocess
 import sys
-import venv
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -21,112 +23,208 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import synthetic
-from peers.workloads import MODELS, WORKLOADS
+from peers import kinds, synthetic
+from peers.workloads import FRESH, MODELS, WORKLOADS
 
-HERE = Path(__file__).parent
+MOST_PEERS = {kind.name: kind for kind in kinds.PEERS}
 
 
 class Worker:
     """A peer in its own process; it sleeps while another one is measured."""
 
-    def __init__(self, python: Path | str, script: str, model: Path, threads: int) -> None:
-        command = [str(python), "-m", f"peers.{script}", str(model), str(threads)]
-        environment = {**os.environ, "PYTHONPATH": str(HERE)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+    def __init__(self, kind: kinds.Kind, python: Path, model: Path, threads: int, vocabulary: int) -> None:
+        self.name, self.model, self.vocabulary = kind.name, model, vocabulary
+        self.command = [str(python), "-m", f"peers.{kind.script}", str(model), str(threads)]
+        self.process: subprocess.Popen[str] | None = None
 
     def measure(self, workload: str) -> float:
-        """Tokens a second."""
+        """The figure, in the unit of the workload. Raises PeerError if the process ends."""
+        if workload in FRESH:
+            self.close()
+        start = time.perf_counter()
+        if self.process is None:
+            environment = {**os.environ, "PYTHONPATH": str(kinds.HERE)}
+            errors = self.model.with_name(self.model.name + ".log").open("w")
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            )
         assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(workload + "\n")
+        self.process.stdin.write(f"{workload} {self.vocabulary}\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
+        seconds = time.perf_counter() - start
         if not line:
-            raise click.ClickException(f"{self.process.args} ended during {workload}")
-        return float(json.loads(line))
+            self.close()
+            raise kinds.PeerError(f"it ended during {workload}, see {self.model}.log")
+        if workload in FRESH:
+            self.close()
+        return seconds if workload == "load" else float(json.loads(line))
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
+        if self.process is not None:
+            assert self.process.stdin
+            self.process.stdin.close()
+            self.process.wait()
+            self.process = None
 
 
-def llama_cpp_python(work: Path) -> Path:
-    """The Python of an environment with llama-cpp-python, built for this machine."""
-    folder = work / "venv-llama-cpp"
-    python = folder / "bin/python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    if subprocess.run([python, "-c", "import llama_cpp"], capture_output=True).returncode:
-        environment = {**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"}
-        subprocess.run([python, "-m", "pip", "install", "-q", "llama-cpp-python", "numpy"], env=environment, check=True)
-    return python
+def prepare(
+    names: list[str], model: str, form: str, work: Path, threads: int, failures: dict[str, str]
+) -> dict[str, Worker]:
+    """A worker for each peer that has the format; what fails is put into ``failures``."""
+    directory, _ = synthetic.write(model, work)
+    workers = {}
+    for kind in (kinds.LLMC, *(MOST_PEERS[name] for name in names)):
+        if form not in kind.formats:
+            continue
+        try:
+            python, path = kind.install(work), kind.convert(directory, form, work)
+        except kinds.PeerError as error:
+            if kind is kinds.LLMC:
+                raise click.ClickException(str(error)) from error
+            failures[f"{kind.name} {model} {form}"] = str(error)
+        else:
+            workers[kind.name] = Worker(kind, python, path, threads, MODELS[model].vocabulary)
+    return workers
 
 
-def build_engine(model: Path, engine: Path) -> None:
-    """`llmc build` with the command's defaults."""
-    if not engine.exists():
-        subprocess.run([sys.executable, "-m", "llmc", "build", str(model), "-o", str(engine)], check=True)
-
-
-@click.command()
-@click.option("--work", type=click.Path(path_type=Path), required=True, help="Folder for models and environments.")
-@click.option("--models", default="smol135m,qwen05b", show_default=True, help=f"Of {', '.join(MODELS)}.")
-@click.option("--workloads", default=",".join(WORKLOADS), show_default=True)
-@click.option("--threads", default=2, show_default=True)
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write all figures to this file.")
-def main(work: Path, models: str, workloads: str, threads: int, rounds: int, json_file: Path | None) -> None:
-    """Measure llmc beside llama.cpp in bfloat16."""
-    work.mkdir(parents=True, exist_ok=True)
-    peer_python = llama_cpp_python(work)
-    results: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for name in models.split(","):
-        directory, gguf_file = synthetic.write(name, work)
-        engine = work / f"{name}.engine"
-        build_engine(directory, engine)
-        workers = {
-            "llmc": Worker(sys.executable, "llmc_peer", engine, threads),
-            "llama.cpp": Worker(peer_python, "llama_cpp_peer", gguf_file, threads),
-        }
-        figures = results[name] = {w: {peer: [] for peer in (*workers, "load")} for w in workloads.split(",")}
-        with Progress(transient=True) as progress:
-            task = progress.add_task(name, total=len(figures) * (rounds + 1))
-            for workload, row in figures.items():
-                for turn in range(rounds + 1):  # the first turn warms up
-                    for peer, worker in workers.items():
+def measure(workers: dict[str, Worker], workloads: list[str], rounds: int, title: str) -> tuple[Any, dict[str, str]]:
+    """{workload: {peer or "load average": a figure for each round}}, and what failed."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    failures: dict[str, str] = {}
+    with Progress(transient=True) as progress:
+        task = progress.add_task(title, total=len(workloads) * (rounds + 1))
+        for workload in workloads:
+            row = figures[workload] = {peer: [] for peer in (*workers, "load average")}
+            for turn in range(rounds + 1):  # the first turn warms up
+                for peer, worker in workers.items():
+                    key = f"{peer} {title} {workload}"
+                    if key in failures:
+                        continue
+                    try:
                         figure = worker.measure(workload)
-                        if turn:
-                            row[peer].append(figure)
-                    if turn:
-                        row["load"].append(os.getloadavg()[0])
-                    progress.advance(task)
-        for worker in workers.values():
-            worker.close()
-    report(results)
-    if json_file:
-        json_file.write_text(json.dumps(results, indent=1))
+                    except kinds.PeerError as error:
+                        failures[key] = str(error)
+                        row[peer] = []
+                    else:
+                        row[peer] += [figure] if turn else []
+                row["load average"] += [os.getloadavg()[0]] if turn else []
+                progress.advance(task)
+    for worker in workers.values():
+        worker.close()
+    return figures, failures
+
+
+def best_peer(workload: str, row: dict[str, list[float]]) -> str | None:
+    """The peer with the best median."""
+    medians = {
+        peer: statistics.median(values)
+        for peer, values in row.items()
+        if peer not in ("llmc", "load average") and values
+    }
+    if not medians:
+        return None
+    return (min if workload in FRESH else max)(medians, key=medians.__getitem__)
+
+
+def ratios(workload: str, row: dict[str, list[float]]) -> list[float]:
+    """How many times better llmc is than the best peer, in each round."""
+    peer = best_peer(workload, row)
+    if peer is None or not row["llmc"]:
+        return []
+    pairs = zip(row["llmc"], row[peer], strict=True)
+    return [b / a if workload in FRESH else a / b for a, b in pairs]
 
 
 def spread(values: list[float], digits: int) -> str:
     """Median (minimum to maximum)."""
+    if not values:
+        return "-"
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def report(results: dict[str, dict[str, dict[str, list[float]]]]) -> None:
-    """Print the table."""
-    table = Table(title="tokens/s, median (min-max)")
-    for column in ("model", "workload", "llmc", "llama.cpp", "ratio", "load"):
-        table.add_column(column)
-    for model, figures in results.items():
-        for workload, row in figures.items():
-            ratios = [a / b for a, b in zip(row["llmc"], row["llama.cpp"], strict=True)]
-            cells = [spread(row[peer], 0) for peer in ("llmc", "llama.cpp")]
-            table.add_row(model, workload, *cells, spread(ratios, 2), f"{statistics.median(row['load']):.1f}")
-    Console(width=120).print(table)
+def report(results: dict[str, dict[str, Any]], failures: dict[str, str]) -> None:
+    """Print the tables."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for model, formats in results.items():
+        for form, figures in formats.items():
+            peers = [peer for peer in next(iter(figures.values())) if peer != "load average"]
+            table = Table(title=f"{model}, {form}: median (min-max)")
+            for column in ("workload", "unit", *peers, "llmc / best peer", "load average"):
+                table.add_column(column)
+            for workload, row in figures.items():
+                digits = 2 if workload == "load" else 0
+                cells = [spread(row[peer], digits) for peer in peers]
+                load = f"{statistics.median(row['load average']):.1f}"
+                table.add_row(workload, WORKLOADS[workload], *cells, spread(ratios(workload, row), 2), load)
+            console.print(table)
+    for kind in (kinds.LLMC, *kinds.PEERS):
+        console.print(f"{kind.name}: " + "; ".join(f"{ours} = {theirs}" for ours, theirs in kind.formats.items()))
+    for what, why in failures.items():
+        console.print(f"FAILED {what}: {why}", style="red", markup=False)
+
+
+def choices(known: Any) -> Any:
+    """A callback for comma-separated names."""
+
+    def split(context: click.Context, parameter: click.Parameter, text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in known]:
+            raise click.BadParameter(f"{', '.join(unknown)}: unknown; known: {', '.join(known)}")
+        return names
+
+    return split
+
+
+def option(name: str, known: Any, default: str) -> Any:
+    """An option that takes several names."""
+    return click.option(
+        name, callback=choices(known), default=default, show_default=True, help=f"Of {', '.join(known)}."
+    )
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path), required=True, help="Folder for models and environments.")
+@option("--models", MODELS, "smol135m,qwen05b")
+@option("--formats", kinds.LLMC.formats, "int4,int8,bf16")
+@option("--peers", MOST_PEERS, ",".join(MOST_PEERS))
+@option("--workloads", WORKLOADS, ",".join(WORKLOADS))
+@click.option("--threads", default=2, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write all figures to this file.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Also write a bar chart, .svg or .png.")
+def main(
+    work: Path,
+    models: list[str],
+    formats: list[str],
+    peers: list[str],
+    workloads: list[str],
+    threads: int,
+    rounds: int,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Measure llmc beside llama.cpp, OpenVINO GenAI and ONNX Runtime GenAI."""
+    work.mkdir(parents=True, exist_ok=True)
+    results: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    for model in models:
+        for form in formats:
+            workers = prepare(peers, model, form, work, threads, failures)
+            figures, failed = measure(workers, workloads, rounds, f"{model} {form}")
+            results.setdefault(model, {})[form] = figures
+            failures.update(failed)
+            if json_file:
+                json_file.write_text(
+                    json.dumps({"figures": results, "failures": failures, "units": WORKLOADS}, indent=1)
+                )
+    report(results, failures)
+    if plot_file:
+        python = kinds.environment(work / "venv-plot", "matplotlib", ("matplotlib>=3.9,<4",))
+        data = work / "plot.json"
+        data.write_text(json.dumps({"figures": results, "units": WORKLOADS}))
+        kinds.run([python, kinds.HERE / "peers/plot.py", data, plot_file])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import click
 from llmc.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from llmc.runtime.llm import LLM
 
 BATCH16 = (
@@ -63,6 +65,7 @@ class Figure:
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="[default: all]")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Of all workloads, interleaved.")
 @click.option("--ceilings", is_flag=True, help="Measure memory bandwidth and arithmetic of this machine beside them.")
+@click.option("--profile", is_flag=True, help="Share of each op, against the bytes and operations that it needs.")
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]")
 @click.option("--isa", help="Instruction set. [default: the best of this machine]")
 @click.option("--max-batch-tokens", type=click.IntRange(1), help="Tokens of a step. [default: the engine's]")
@@ -72,6 +75,7 @@ def bench(
     names: tuple[str, ...],
     rounds: int,
     ceilings: bool,
+    profile: bool,
     threads: int | None,
     isa: str | None,
     max_batch_tokens: int | None,
@@ -119,6 +123,8 @@ def bench(
         "figures": {name: Figure(name, unit(name), v).to_json() for name, v in values.items()},
         "skipped": skipped,
     }
+    if profile:
+        report["profile"] = {name: measure_profile(llm, name) for name in fitting if name != "load"}
     if ceilings:
         report["ceilings"] = {name: Figure(name, unit(name), v).to_json() for name, v in limits.items()}
     click.echo(json.dumps(report, indent=1)) if as_json else _print(report)
@@ -142,7 +148,7 @@ def longest(name: str) -> int:
 
 def unit(name: str) -> str:
     """Of a workload or ceiling."""
-    units = {"load": "s", "read_bandwidth": "GB/s", "int8": "GOP/s"}
+    units = {"load": "s", "read_bandwidth": "GB/s", "int8": "GOP/s", "amx_int8": "GOP/s"}
     return units.get(name, "tokens/s" if name in WORKLOADS else "GFLOP/s")
 
 
@@ -203,6 +209,28 @@ def measure_ceilings(threads: int) -> dict[str, float]:
     return kernels.ceilings(threads, min(1 << 31, resources.available_memory() // 4))
 
 
+def measure_profile(llm: LLM, name: str) -> dict[str, Any]:
+    """One more round of a workload, op by op; of decode workloads without the prompt."""
+    from llmc.runtime.devices.cpu import CpuExecutor
+    from llmc.runtime.profiling import Profile
+
+    executor = llm.executor
+    if not isinstance(executor, CpuExecutor) or llm.engine is None:
+        raise UsageError("--profile: only engines for the CPU tell when their steps ran")
+    watch = Profile(
+        executor.plan,
+        llm.engine.kv_cache.dtype,
+        measure_ceilings(llm.threads),
+        decodes_only=name.startswith("decode"),
+    )
+    executor.observe(watch)
+    try:
+        measure(llm, name)
+    finally:
+        executor.forget(watch)
+    return watch.to_json()
+
+
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -223,9 +251,26 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(name, "-", "", "", reason)
     console = Console()
     console.print(table)
+    for name, found in report.get("profile", {}).items():
+        console.print(_profile_table(name, found))
     load = ", ".join(f"{v:.1f}" for v in report["load_average"])
     console.print(
         f"{report['isa']}, {report['threads']} threads, {report['rounds']} rounds, load average {load}, "
         f"peak memory {report['peak_rss_bytes'] / 2**20:.0f} MiB",
         highlight=False,
     )
+
+
+def _profile_table(name: str, found: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=name, box=None, header_style="bold", title_justify="left")
+    table.add_column("op")
+    for heading in ("share", "each", "GB/s", "GOP/s", "of roofline"):
+        table.add_column(heading, justify="right")
+    for op, f in found["ops"].items():
+        work = f["gigabytes_per_second"], f["giga_operations_per_second"]
+        each = f"{f['seconds'] / f['steps'] * 1e6:.1f} us"
+        table.add_row(op, f"{f['share']:.1%}", each, *(f"{v:.1f}" for v in work), f"{f['of_roofline']:.0%}")
+    table.add_row("outside the plan", f"{found['outside']:.1%}")
+    return table

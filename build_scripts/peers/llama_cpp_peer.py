@@ -1,4 +1,7 @@
-"""llama.cpp through the low-level API of llama-cpp-python: llama_cpp_peer.py MODEL.gguf THREADS."""
+"""llama.cpp through the low-level API of llama-cpp-python: llama_cpp_peer.py MODEL.gguf THREADS.
+
+llama_cpp_peer.py quantize MODEL.gguf OUTPUT.gguf Q4_0 writes a model with all weights in that format.
+"""
 
 import ctypes
 import sys
@@ -67,5 +70,18 @@ class LlamaCpp:
         assert status == 0, f"llama_decode returned {status}"
 
 
+def quantize(source: str, target: str, name: str) -> None:
+    """Write a file whose matrices, the embedding too, have one format."""
+    api.llama_log_set(_quiet, ctypes.c_void_p(0))
+    params = api.llama_model_quantize_default_params()
+    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{name}")
+    params.pure = True
+    status = api.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
+    assert status == 0, f"llama_model_quantize returned {status}"
+
+
 if __name__ == "__main__":
-    serve(LlamaCpp(sys.argv[1], int(sys.argv[2])))
+    if sys.argv[1] == "quantize":
+        quantize(*sys.argv[2:])
+    else:
+        serve(lambda: LlamaCpp(sys.argv[1], int(sys.argv[2])))

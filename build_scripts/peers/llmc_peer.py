@@ -13,7 +13,6 @@ class Llmc:
 
     def __init__(self, engine: str, threads: int) -> None:
         self.llm = LLM(engine, threads=threads, prefix_cache=False)  # rounds repeat their prompts
-        self.vocabulary = self.llm.vocab_size
 
     def generate(self, requests: Sequence[Request]) -> list[list[float]]:
         """See Peer."""
@@ -28,4 +27,4 @@ class Llmc:
 
 
 if __name__ == "__main__":
-    serve(Llmc(sys.argv[1], int(sys.argv[2])))
+    serve(lambda: Llmc(sys.argv[1], int(sys.argv[2])))

@@ -1,12 +1,13 @@
 """What every worker process does: answer workloads, one line of JSON each, until its input ends."""
 
 import json
+import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from peers.workloads import BATCH16, NEW_TOKENS, prompt
+from peers.workloads import BATCH16, LOAD_PROMPT, NEW_TOKENS, prompt
 
 Request = tuple[list[int], int]
 """(prompt ids, tokens to generate)."""
@@ -15,31 +16,40 @@ Request = tuple[list[int], int]
 class Peer(Protocol):
     """One inference engine, loaded with one model."""
 
-    vocabulary: int
-
     def generate(self, requests: Sequence[Request]) -> list[list[float]]:
         """Run all requests at once, greedily, without an early stop; each one's token times (perf_counter seconds)."""
         ...
 
 
-def measure(peer: Peer, workload: str) -> float:
-    """The workload's figure, in tokens a second."""
+def measure(peer: Peer, workload: str, vocabulary: int) -> float:
+    """The workload's figure: tokens a second; for "load" nothing, for "rss" megabytes."""
+    if workload == "load":
+        peer.generate([(prompt(LOAD_PROMPT, vocabulary), 1)])
+        return 0
+    if workload == "rss":
+        measure(peer, "prefill512", vocabulary)
+        measure(peer, "decode128", vocabulary)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if workload == "batch16":
-        requests = [(prompt(n, peer.vocabulary, i), new) for i, (n, new) in enumerate(BATCH16)]
+        requests = [(prompt(n, vocabulary, i), new) for i, (n, new) in enumerate(BATCH16)]
         start = time.perf_counter()
         times = peer.generate(requests)
+        assert [len(t) for t in times] == [new for _, new in BATCH16], "some tokens are missing"
         return sum(map(len, times)) / (max(t[-1] for t in times) - start)
     if workload.startswith("prefill"):
         length = int(workload.removeprefix("prefill"))
         start = time.perf_counter()
-        ((first,),) = peer.generate([(prompt(length, peer.vocabulary), 1)])
+        ((first,),) = peer.generate([(prompt(length, vocabulary), 1)])
         return length / (first - start)
     length = int(workload.removeprefix("decode"))
-    (times,) = peer.generate([(prompt(length, peer.vocabulary), NEW_TOKENS + 1)])
+    (times,) = peer.generate([(prompt(length, vocabulary), NEW_TOKENS + 1)])
+    assert len(times) == NEW_TOKENS + 1, "some tokens are missing"
     return NEW_TOKENS / (times[-1] - times[0])
 
 
-def serve(peer: Peer) -> None:
-    """Read workload names from standard input, write figures to standard output."""
+def serve(load: Callable[[], Peer]) -> None:
+    """Read "WORKLOAD VOCABULARY" from standard input, write figures to standard output."""
+    peer = load()
     for line in sys.stdin:
-        print(json.dumps(measure(peer, line.strip())), flush=True)
+        workload, vocabulary = line.split()
+        print(json.dumps(measure(peer, workload, int(vocabulary))), flush=True)

@@ -31,9 +31,19 @@ BATCH16 = (
 """(prompt, generated) tokens of 16 requests that are submitted at once."""
 
 NEW_TOKENS = 128
+LOAD_PROMPT = 16
 
-WORKLOADS = ("prefill512", "prefill2048", "decode128", "decode2048", "batch16")
-"""prefill: prompt tokens/s until the first token; decode: tokens/s at that context; batch16: generated tokens/s."""
+WORKLOADS = {
+    "prefill512": "tokens/s",  # of the prompt, until the first token
+    "prefill2048": "tokens/s",
+    "decode128": "tokens/s",  # of one sequence after a prompt of that length
+    "decode2048": "tokens/s",
+    "batch16": "tokens/s",  # generated, by 16 requests submitted at once
+    "load": "s",  # from the start of the process to the first token of a prompt of 16
+    "rss": "MB",  # most that was ever resident, in a process that ran prefill512 and decode128
+}
+FRESH = ("load", "rss")
+"""Workloads that get a process of their own. Less of them is better."""
 
 
 def prompt(length: int, vocabulary: int, seed: int = 0) -> list[int]:

@@ -106,31 +106,36 @@ __attribute__((target("avx512f,avx512vnni"))) void dot_int8(std::int64_t loops) 
 
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #define LLMC_AMX_CEILING 1
+struct alignas(64) TileConfig {
+  std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
 // Four tiles of sums from two pairs of tiles, the usual shape of a matrix product.
-__attribute__((target("amx-tile,amx-bf16"))) void tiles_bf16(std::int64_t loops) {
-  struct alignas(64) Config {
-    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    std::uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    std::uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  keep(config);  // all of it: the next line tells the compiler of 8 bytes only
-  _tile_loadconfig(&config);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
-  _tile_zero(6);
-  _tile_zero(7);
-  for (std::int64_t i = 0; i < loops; ++i) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+#define LLMC_TILES(name, isa, multiply)                                        \
+  __attribute__((target("amx-tile," isa))) void name(std::int64_t loops) {     \
+    TileConfig config;                                                         \
+    keep(config); /* all of it: the next line tells the compiler of 8 bytes */ \
+    _tile_loadconfig(&config);                                                 \
+    _tile_zero(0);                                                             \
+    _tile_zero(1);                                                             \
+    _tile_zero(2);                                                             \
+    _tile_zero(3);                                                             \
+    _tile_zero(4);                                                             \
+    _tile_zero(5);                                                             \
+    _tile_zero(6);                                                             \
+    _tile_zero(7);                                                             \
+    for (std::int64_t i = 0; i < loops; ++i) {                                 \
+      multiply(0, 4, 6);                                                       \
+      multiply(1, 4, 7);                                                       \
+      multiply(2, 5, 6);                                                       \
+      multiply(3, 5, 7);                                                       \
+    }                                                                          \
+    _tile_release();                                                           \
   }
-  _tile_release();
-}
+LLMC_TILES(tiles_bf16, "amx-bf16", _tile_dpbf16ps)
+LLMC_TILES(tiles_int8, "amx-int8", _tile_dpbusd)
 #endif
 
 #endif  // x86-64
@@ -195,6 +200,7 @@ std::map<std::string, double> measure_ceilings(WorkerPool& pool, std::size_t byt
   if (has("avx512") && __builtin_cpu_supports("avx512vnni")) results["int8"] = rate(2 * 64 * 20, &dot_int8, kLoops);
 #if defined(LLMC_AMX_CEILING)
   if (has("amx")) results["amx_bf16"] = rate(4 * 2.0 * 16 * 16 * 32, &tiles_bf16, kLoops / 4);
+  if (has("amx")) results["amx_int8"] = rate(4 * 2.0 * 16 * 16 * 64, &tiles_int8, kLoops / 4);
 #endif
 #endif
   return results;

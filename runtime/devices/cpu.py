@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence as ListOf
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,14 @@ from llmc.runtime.plan import BATCH_INPUTS, Dim, Plan, Storage, Value
 
 POISON = False
 """Default of CpuExecutor's ``poison``; tests turn it on."""
+
+
+class Observer(Protocol):
+    """Something that wants to know when steps ran."""
+
+    def add(self, batch: Batch, begin_ns: int, end_ns: int, steps: ListOf[tuple[int, int, int]]) -> None:
+        """One run of the plan, and (step, begin, end) of each of its steps, in nanoseconds of ``perf_counter_ns``."""
+        ...
 
 
 class CpuExecutor:
@@ -69,8 +78,9 @@ class CpuExecutor:
         if poison:
             self.poison_blocks(range(num_blocks))
         path = debug.trace_file()
-        self._timeline = None if path is None else Timeline(path, plan.steps)
-        self._native.trace(path is not None)
+        self._observers: list[Observer] = []
+        if path is not None:
+            self.observe(Timeline(path, plan.steps))
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Logits [N, vocabulary]; the array is the executor's own and valid until the next step.
@@ -100,9 +110,20 @@ class CpuExecutor:
         count = len(self.plan.steps) if upto is None else upto
         begin = time.perf_counter_ns()
         self._native.run(batch.input_ids, batch.logit_rows, kernels.native_batch(batch), count)
-        if self._timeline is not None:
-            label = f"{len(batch.input_ids)} tokens, {len(batch.num_computed)} sequences"
-            self._timeline.add(label, begin, time.perf_counter_ns(), self._native.take_times())
+        if self._observers:
+            end, times = time.perf_counter_ns(), self._native.take_times()
+            for observer in self._observers:
+                observer.add(batch, begin, end, times)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell it of every run from now on, and when each step of the plan began and ended."""
+        self._observers.append(observer)
+        self._native.trace(True)
+
+    def forget(self, observer: Observer) -> None:
+        """The contrary of `observe`."""
+        self._observers.remove(observer)
+        self._native.trace(bool(self._observers))
 
     def read(self, name: str) -> NDArray[Any]:
         """A copy of a value as of the last run, for debugging; bfloat16 comes as the uint16 of its bits.

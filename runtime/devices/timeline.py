@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from llmc.runtime.batch import Batch
 from llmc.runtime.plan import Step
 
 MAX_EVENTS = 1_000_000
@@ -29,9 +30,10 @@ class Timeline:
         self._runs: list[tuple[str, int, int]] = []
         atexit.register(self.write)
 
-    def add(self, label: str, begin_ns: int, end_ns: int, steps: Iterable[tuple[int, int, int]]) -> None:
+    def add(self, batch: Batch, begin_ns: int, end_ns: int, steps: Iterable[tuple[int, int, int]]) -> None:
         """One run of the plan, and (step, begin, end) of each of its steps, in nanoseconds of ``perf_counter_ns``."""
         if len(self._events) < MAX_EVENTS:
+            label = f"{len(batch.input_ids)} tokens, {len(batch.num_computed)} sequences"
             self._runs.append((label, begin_ns, end_ns))
             self._events.extend(steps)
 

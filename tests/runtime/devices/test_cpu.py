@@ -15,9 +15,11 @@ from llmc.plugins import kernels
 from llmc.plugins.linear.packing import pack
 from llmc.runtime.batch import Batch
 from llmc.runtime.devices.cpu import CpuExecutor
+from llmc.runtime.devices.timeline import Timeline
 from llmc.runtime.engine import Weight
 from llmc.runtime.manifest import KvCacheSpec
 from llmc.runtime.plan import Dim, KvSlot, Plan, StateSlot, Step, Storage, Value
+from llmc.runtime.profiling import Profile
 
 VOCAB, WIDTH, TOKENS = 37, 20, 12
 T, N = Dim(tokens=1), Dim(rows=1)
@@ -228,11 +230,47 @@ def test_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = executor()
     run.step(batch())
     run.step(batch((1,)))
-    assert run._timeline is not None
-    run._timeline.write()
+    (timeline,) = run._observers
+    assert isinstance(timeline, Timeline)
+    timeline.write()
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["cat"] == "run"] == ["7 tokens, 2 sequences", "1 tokens, 1 sequences"]
     steps = [e for e in events if e["cat"] == "step"]
     assert [e["name"] for e in steps] == [step.op for step in STEPS] * 2
     assert steps[3]["args"]["module"] == "lm_head"
     assert all(e["dur"] >= 0 for e in events)
+
+
+def test_profile_counts_bytes_and_operations() -> None:
+    run = executor()
+    ceilings = {"read_bandwidth": 1.0, "fp32": 2.0}
+    everything = Profile(PLAN, "float32", ceilings, decodes_only=False)
+    decodes = Profile(PLAN, "float32", ceilings, decodes_only=True)
+    run.observe(everything)
+    run.observe(decodes)
+    run.step(batch())  # 7 tokens, 2 rows of logits
+    run.step(batch((1, 1)))
+    run.forget(everything)
+    run.step(batch((1, 1)))
+    head = 4 * WIDTH * 48  # in panels of 16 outputs
+    assert everything.totals["linear"].bytes == 2 * head + 4 * 4 * (WIDTH + VOCAB)
+    assert everything.totals["linear"].operations == 2 * 4 * head // 4
+    assert everything.totals["elementwise"].bytes == 2 * (7 + 2) * WIDTH * 4
+    assert everything.totals["elementwise"].operations == 0
+    assert [everything.totals["linear"].steps, decodes.totals["linear"].steps] == [2, 2]
+    found = decodes.to_json()
+    assert list(found["ops"]) == sorted(found["ops"], key=lambda op: -found["ops"][op]["seconds"])
+    assert sum(op["share"] for op in found["ops"].values()) + found["outside"] <= 1
+
+
+def test_profile_counts_what_attention_reads() -> None:
+    shape, strides = (T, Dim(6), Dim(8)), (Dim(48), Dim(8), Dim(1))
+    views = tuple(Value(name, Storage.ARENA, 0, "float32", shape, strides) for name in "qkvo")
+    step = Step("paged_attention", ("q", "k", "v"), ("o",), {"slot": 0})
+    plan = Plan(views, (step,), 0, "o", (KvSlot(2, 8, 8),))
+    profile = Profile(plan, "bfloat16", {"read_bandwidth": 1.0, "fp32": 2.0, "bf16": 4.0}, decodes_only=False)
+    profile.add(batch((2, 1), computed=(5, 3)), 0, 10, [(0, 0, 10)])
+    total = profile.totals["paged_attention"]
+    assert total.bytes == 4 * 3 * 48 * 4 + (7 + 4) * 2 * (8 + 8) * 2
+    assert total.operations == 2 * (6 + 7 + 4) * 6 * (8 + 8)
+    assert total.least_seconds == pytest.approx(max(total.bytes, total.operations / 4) / 1e9)
