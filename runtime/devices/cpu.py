@@ -72,7 +72,6 @@ class CpuExecutor:
         self.num_blocks = num_blocks
         self._index = {value.name: number for number, value in enumerate(plan.values)}
         self._logits = self._index[plan.logits]
-        self._head = _head(plan)
         poison = POISON if poison is None else poison
         self._native = self._make(engine, poison)
         if poison:
@@ -98,11 +97,11 @@ class CpuExecutor:
         Raises:
             KernelError: as step.
         """
-        self.run(batch, self._head)
-        rows = self.read(str(self.plan.steps[self._head].inputs[0]))
+        self.run(batch, _head(self.plan))
+        rows = self.read(str(self.plan.steps[_head(self.plan)].inputs[0]))
         if not logits:
             return rows, None
-        self._native.resume(self._head, len(self.plan.steps))
+        self._native.resume(_head(self.plan), len(self.plan.steps))
         return rows, self._native.view(self._logits)
 
     def run(self, batch: Batch, upto: int | None = None) -> None:
