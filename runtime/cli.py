@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from llmc.errors import GateError, LlmcError, UsageError
+from llmc.runtime.constraints.base import KINDS
 from llmc.runtime.terminal import INTERRUPTED, show, watched_interrupt
 
 if TYPE_CHECKING:
@@ -40,6 +41,14 @@ SAMPLING = (
     click.option("--bad-word", "bad_words", multiple=True, help="A string that never occurs. Repeatable."),
     click.option("--logprobs", type=int, help="Log-probabilities of this many alternatives; for --json and --output."),
     click.option("--ignore-eos", is_flag=True, help="The model's end tokens do not end the text."),
+)
+
+CONSTRAINTS = (
+    click.option("--json-object", is_flag=True, help="The text is a JSON object."),
+    click.option("--json-schema", type=click.Path(path_type=Path), help="It is JSON of the schema in this file."),
+    click.option("--regex", help="It matches this expression as a whole."),
+    click.option("--grammar", type=click.Path(path_type=Path), help="It is of the grammar (llguidance's Lark) there."),
+    click.option("--choice", multiple=True, help="It is one of these. Repeatable."),
 )
 
 RESOURCES = (
@@ -74,6 +83,7 @@ def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--stats", is_flag=True, help="Print times and speed to stderr.")
 @options(SAMPLING)
+@options(CONSTRAINTS)
 @options(RESOURCES)
 @click.option("--parse-special-in-messages", is_flag=True, help="Control tokens in messages are parsed, not text.")
 def run(
@@ -116,7 +126,8 @@ def run(
         raise UsageError("--system belongs to --chat")
     if as_json and chat and prompt is None:
         raise UsageError("--json belongs to -p; a conversation is for people")
-    params = {name: value for name, value in sampling.items() if value not in (None, (), False)}
+    constraint = _constraint({name: sampling.pop(name) for name in KINDS})
+    params = {name: value for name, value in sampling.items() if value not in (None, (), False)} | constraint
     checked = sampling_params(params)
     llm = load(
         engine,
@@ -194,6 +205,20 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**values)
     except RequestError as problem:
         raise UsageError(f"--{problem}") from None
+
+
+def _constraint(given: dict[str, Any]) -> dict[str, Any]:
+    """The value for SamplingParams of the options in CONSTRAINTS."""
+    values = {kind: value for kind, value in given.items() if value not in (None, (), False)}
+    for kind in ("json_schema", "grammar"):
+        if kind in values:
+            try:
+                values[kind] = values[kind].read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as problem:
+                raise UsageError(f"--{kind.replace('_', '-')}: {problem}") from None
+    if "choice" in values:
+        values["choice"] = list(values["choice"])
+    return {"constraint": values} if values else {}
 
 
 def _stdin() -> str:

@@ -19,7 +19,7 @@ from llmc.runtime.embedding import POOLINGS, Pool
 from llmc.runtime.kv_budget import blocks_of_cache
 from llmc.runtime.output import Delta, RequestOutput, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
-from llmc.runtime.request_options import RequestOptions, check_options, check_request, params_for_each
+from llmc.runtime.request_options import RequestOptions, check_options, check_request, params_for_each, with_constraint
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler, SchedulerConfig
 from llmc.runtime.stream import Stream
@@ -301,9 +301,9 @@ class LLM:
             self._forget(request)
 
     def close(self) -> None:
-        """End the process that renders chat templates. The rest goes with the object."""
-        if self.tokenizer is not None and self.tokenizer.chat_template is not None:
-            self.tokenizer.chat_template.close()
+        """End the processes for chat templates and constraints. The rest goes with the object."""
+        if self.tokenizer is not None:
+            self.tokenizer.close()
 
     # -- behind it ----------------------------------------------------------------------------------------------------
 
@@ -325,6 +325,7 @@ class LLM:
     ) -> int:
         check_options(options)
         check_request(prompt, params, self.vocab_size, self.tokenizer is not None)
+        options = with_constraint(options, params, self.tokenizer)
         room = max(0, self.scheduler.config.context - len(prompt))
         max_tokens = params.max_tokens if params.max_tokens is not None else self._default_max_tokens
         if max_tokens is None:

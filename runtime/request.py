@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import secrets
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from llmc.errors import RequestError
+from llmc.runtime.constraints.base import ConstraintSpec
+from llmc.runtime.field_checks import INT32_MAX, integer, logit_bias, real, shown, strings, token_ids
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from llmc.runtime.constraints.base import TokenConstraint
     from llmc.runtime.detokenizer import TextStream
     from llmc.runtime.embedding import Pool
     from llmc.runtime.kv_cache import BlockTable
     from llmc.runtime.prefix_cache import Content
     from llmc.runtime.sampling import PenaltyState, TokenLogprob
 
-INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
+INT64_MAX = 2**63 - 1
 
 INTEGERS = {
     "max_tokens": (0, INT32_MAX),
@@ -47,7 +48,6 @@ REALS = {
 }
 """Both bounds of each real number, included but for those of POSITIVE."""
 
-POSITIVE = {"top_p", "repetition_penalty"}
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 STRINGS = {"stop": 16, "bad_words": 64}
 """The most entries of each list of strings."""
@@ -55,7 +55,7 @@ STRINGS = {"stop": 16, "bad_words": 64}
 OVERTAKEN = 1000
 """Later requests that go before one whose priority is worse by 1, at most: so that it does not wait for ever."""
 
-MAX_STRING_BYTES, MAX_STOP_IDS, MAX_LOGIT_BIAS, LOGIT_BIAS_BOUND = 256, 64, 1024, 100.0
+MAX_STOP_IDS, MAX_LOGIT_BIAS = 64, 1024
 
 
 class FinishReason(enum.StrEnum):
@@ -96,6 +96,8 @@ class SamplingParams:
         ignore_eos: the model's end tokens are ordinary tokens.
         include_stop_str_in_output: the text includes the stop string or end token that ended it.
         skip_special_tokens: special tokens have no text.
+        constraint: what the text has to be: a ConstraintSpec, or such as ``{"regex": "[0-9]+"}``. What is complete and
+            can't go on ends, whatever min_tokens; what max_tokens or a stop string cuts is incomplete.
 
     Raises:
         RequestError: a value is of the wrong type or out of bounds; names the field.
@@ -122,6 +124,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    constraint: ConstraintSpec | None = None
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):  # None is "not set", also where a default stands
@@ -129,16 +132,17 @@ class SamplingParams:
                 default = {} if f.name == "logit_bias" else f.default
                 object.__setattr__(self, f.name, default)
         for name, bounds in INTEGERS.items():
-            self._set(name, _integer, bounds)
+            self._set(name, integer, bounds)
         for name, real_bounds in REALS.items():
-            self._set(name, _real, real_bounds)
+            self._set(name, real, real_bounds)
         for name, limit in STRINGS.items():
-            self._set(name, _strings, limit)
+            self._set(name, strings, limit)
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"expected true or false, found {_shown(getattr(self, name))}", name)
-        self._set("stop_token_ids", _token_ids, MAX_STOP_IDS)
-        self._set("logit_bias", _logit_bias, MAX_LOGIT_BIAS)
+                raise RequestError(f"expected true or false, found {shown(getattr(self, name))}", name)
+        self._set("stop_token_ids", token_ids, MAX_STOP_IDS)
+        self._set("logit_bias", logit_bias, MAX_LOGIT_BIAS)
+        object.__setattr__(self, "constraint", ConstraintSpec.of(self.constraint))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"{self.min_tokens} is more than max_tokens, {self.max_tokens}", "min_tokens")
         if self.best_of is not None and self.best_of < self.n:
@@ -173,81 +177,6 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _integer(name: str, value: object, bounds: tuple[int, int]) -> int:
-    low, high = bounds
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"expected a whole number, found {_shown(value)}", name)
-    number = int(value)
-    if not low <= number <= high:
-        raise RequestError(f"{_shown(number)} is not in {low} to {high}", name)
-    return number
-
-
-def _real(name: str, value: object, bounds: tuple[float, float]) -> float:
-    low, high = bounds
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"expected a number, found {_shown(value)}", name)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not low <= number <= high or (number == low and name in POSITIVE):
-        raise RequestError(f"{number} is not in {'more than ' if name in POSITIVE else ''}{low:g} to {high:g}", name)
-    return number
-
-
-def _strings(name: str, value: object, limit: int) -> tuple[str, ...]:
-    entries = _entries(name, [value] if isinstance(value, str) else value, limit)
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, str):
-            raise RequestError(f"entry {i}: expected a string, found {_shown(entry)}", name)
-        try:
-            size = len(entry.encode())
-        except UnicodeEncodeError:
-            raise RequestError(f"entry {i} is not valid Unicode", name) from None
-        if not 1 <= size <= MAX_STRING_BYTES:
-            raise RequestError(
-                f"entry {i} ({entry[:32]!r}) has {size} bytes; 1 to {MAX_STRING_BYTES} are allowed", name
-            )
-    return entries
-
-
-def _token_ids(name: str, value: object, limit: int) -> tuple[int, ...]:
-    return tuple(_integer(name, entry, (0, INT32_MAX)) for entry in _entries(name, value, limit))
-
-
-def _entries(name: str, value: object, limit: int) -> tuple[Any, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise RequestError(f"expected a list, found {_shown(value)}", name)
-    entries = tuple(value)
-    if len(entries) > limit:
-        raise RequestError(f"{len(entries)} entries; at most {limit} are allowed", name)
-    return entries
-
-
-def _logit_bias(name: str, value: object, limit: int) -> dict[int, float]:
-    """Keys may be strings, as in JSON."""
-    if not isinstance(value, Mapping):
-        raise RequestError(f"expected an object of token ids and numbers, found {_shown(value)}", name)
-    if len(value) > limit:
-        raise RequestError(f"{len(value)} entries; at most {limit} are allowed", name)
-    biases = {}
-    for key, bias in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10:
-            key = int(key)
-        biases[_integer(name, key, (0, INT32_MAX))] = _real(name, bias, (-LOGIT_BIAS_BOUND, LOGIT_BIAS_BOUND))
-    return biases
-
-
-def _shown(value: object) -> str:
-    """For an error message."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more than 4,300 digits
-        return "a huge number"
-    return text if len(text) <= 80 else text[:80] + "..."
-
-
 @dataclass(eq=False)
 class Request:
     """A prompt and its choices. ``max_tokens`` is resolved and fits the context; ``seed`` is set.
@@ -270,6 +199,8 @@ class Request:
     adapter: str | None = None
     deadline: float | None = None
     pool: Pool | None = None
+    constraint: TokenConstraint | None = None
+    """That of the parameters, at its start; each sequence has a clone."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were in the prefix cache when the first choice began; None before that."""
     root: Content | None = None
@@ -318,6 +249,7 @@ class Sequence:
     """None: tokens only."""
     penalties: PenaltyState | None = None
     """The sampler's."""
+    constraint: TokenConstraint | None = field(init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -329,6 +261,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.constraint = None if self.request.constraint is None else self.request.constraint.clone()
         self.end_token_ids = self.request.end_token_ids
 
     @property
@@ -373,13 +306,23 @@ class Sequence:
             ended_by_request = token in params.stop_token_ids and token not in self.request.eos_token_ids
             self.finish(FinishReason.STOP, token if ended_by_request else None)
             return
+        if self.constraint is not None:
+            self.constraint.accept(token)
         stop = None if self.text is None else self.text.append(token, may_stop=self.num_generated >= params.min_tokens)
+        if stop is None and self.constraint is not None and self.constraint.is_finished:
+            self.end()
+            return
         if stop is None and self.num_generated >= self.request.max_tokens and self.text is not None:
             stop = self.text.flush()
         if stop is not None:
             self.finish(FinishReason.STOP, stop)
         elif self.num_generated >= self.request.max_tokens:
             self.finish(FinishReason.LENGTH)
+
+    def end(self) -> None:
+        """End it where its constraint allows nothing more."""
+        stop = None if self.text is None else self.text.flush()
+        self.finish(FinishReason.STOP, stop)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None, error: str | None = None) -> None:
         """End it, with all of its text. The scheduler frees what it holds."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from llmc.errors import RequestError
+from llmc.runtime.constraints.base import TokenConstraint, compile_constraint
 from llmc.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from llmc.runtime.tokenizer import Tokenizer
 
 
 class RequestOptions(TypedDict, total=False):
@@ -16,12 +20,14 @@ class RequestOptions(TypedDict, total=False):
     deadline: of time.monotonic(); what is not done by then ends with FinishReason.TIMEOUT.
     salt: the prefix cache shares what it holds between requests of the same salt only.
     adapter: the name of a LoRA adapter that the LLM was given.
+    constraint: that of the SamplingParams, compiled (`compile_constraint`) where that holds up nobody.
     """
 
     priority: int
     deadline: float | None
     salt: str
     adapter: str | None
+    constraint: TokenConstraint | None
 
 
 def check_options(options: RequestOptions) -> None:
@@ -39,6 +45,19 @@ def check_options(options: RequestOptions) -> None:
         raise RequestError(f"expected a text, found {salt!r}", "salt")
     if (adapter := options.get("adapter")) is not None:
         raise RequestError(f"there is no adapter {adapter!r}", "adapter")
+
+
+def with_constraint(options: RequestOptions, params: SamplingParams, tokenizer: Tokenizer | None) -> RequestOptions:
+    """The options with the compiled constraint of the parameters.
+
+    Raises:
+        RequestError: it can't be compiled.
+    """
+    if params.constraint is None or options.get("constraint") is not None:
+        return options
+    if tokenizer is None:
+        raise RequestError("the engine has no tokenizer, so there is no text to constrain", params.constraint.kind)
+    return {**options, "constraint": compile_constraint(params.constraint, tokenizer)}
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, vocab_size: int, has_tokenizer: bool) -> None:

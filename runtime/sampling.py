@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +16,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.runtime.constraints.base import ConstraintError, TokenConstraint
 from llmc.runtime.request import SamplingParams, Sequence
 
 Scores = NDArray[np.float32]
 Ids = NDArray[np.intp]
+
+NOT_FINITE = "the model computed logits that are not finite"
+NONE_ALLOWED = "no token is allowed: constraint, bad_words, logit_bias and min_tokens rule out all of them"
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, as in OpenAI's API."""
@@ -36,11 +40,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The next token of a sequence, or why there is none."""
+    """The next token of a sequence, or why there is none: an error, or ``ends``, its constraint allows nothing more."""
 
     token: int = -1
     logprob: TokenLogprob | None = None
     error: str | None = None
+    ends: bool = False
 
 
 class PenaltyState:
@@ -83,8 +88,13 @@ class Sampler:
             request.prompt_logprobs.append(log_probability(row, token, count))
 
     def _sample(self, row: Scores, sequence: Sequence) -> Sampled:
-        params = sequence.request.params
-        scores = self._adjust(row, sequence)
+        params, constraint = sequence.request.params, sequence.constraint
+        if constraint is not None and not np.isfinite(row.max()):  # what is masked can't show it
+            return Sampled(error=NOT_FINITE)
+        try:
+            scores = self._adjust(row, sequence)
+        except ConstraintError as problem:
+            return Sampled(error=str(problem))
         attempt = 0
         while True:
             if params.temperature == 0:
@@ -94,8 +104,10 @@ class Sampler:
                 token = sample_token(scores, params, draw)
             if not np.isfinite(scores[token]):
                 if np.isnan(scores).any() or np.isposinf(scores).any():
-                    return Sampled(error="the model computed logits that are not finite")
-                return Sampled(error="no token is allowed: bad_words, logit_bias and min_tokens rule out all of them")
+                    return Sampled(error=NOT_FINITE)
+                if constraint is not None and constraint.is_complete:
+                    return Sampled(ends=True)
+                return Sampled(error=NONE_ALLOWED)
             if (
                 not params.bad_words
                 or sequence.text is None
@@ -114,7 +126,8 @@ class Sampler:
         """The row itself, or a copy with penalties, biases and masks."""
         params = sequence.request.params
         too_early = sequence.num_generated < params.min_tokens
-        if not (params.needs_penalties or params.logit_bias or params.bad_words or too_early):
+        constraint = sequence.constraint
+        if not (params.needs_penalties or params.logit_bias or params.bad_words or too_early or constraint):
             return row
         scores = row.copy()
         if params.needs_penalties:
@@ -125,6 +138,8 @@ class Sampler:
             scores[list(sequence.end_token_ids)] = -np.inf
         if params.bad_words and self._banned is not None:
             scores[self._banned(tuple(params.bad_words))] = -np.inf
+        if constraint is not None:
+            apply_constraint(scores, constraint, sequence.end_token_ids)
         return scores
 
     def _penalize(self, scores: Scores, sequence: Sequence) -> None:
@@ -142,6 +157,17 @@ class Sampler:
             scores[used] -= (
                 np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * state.counts[used]
             )
+
+
+def apply_constraint(scores: Scores, constraint: TokenConstraint, end_token_ids: Collection[int]) -> None:
+    """Rule out, in place, what may not come next."""
+    words = constraint.mask()
+    if words is None:
+        return
+    bits = np.unpackbits(words.view(np.uint8), count=len(scores), bitorder="little").view(bool)
+    if constraint.is_complete:
+        bits[list(end_token_ids)] = True
+    np.copyto(scores, -np.inf, where=~bits)
 
 
 def uniform(seed: int, choice: int, position: int, attempt: int = 0) -> float:

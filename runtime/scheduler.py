@@ -364,6 +364,8 @@ class Scheduler:
                     sequence.finish(FinishReason.ERROR, error=sampled.error)
                 elif request.max_tokens == 0:
                     sequence.finish(FinishReason.LENGTH)
+                elif sampled.ends:
+                    sequence.end()
                 else:
                     sequence.append(sampled.token, sampled.logprob)
 

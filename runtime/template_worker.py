@@ -1,19 +1,15 @@
 """The process that renders chat templates: python -m llmc.runtime.template_worker, started by chat_template.py.
 
 A template is a program from the model's author, so it runs where it can do nothing: in Jinja's immutable sandbox,
-without a loader, in a process whose memory, processor time and output are limited. Messages are JSON, each behind its
-length (4 bytes, little endian), on stdin and stdout.
+without a loader, in a process whose memory, processor time and output are limited.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import struct
 import sys
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -21,8 +17,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SECONDS = 2.0
-"""Processor time for one answer; the process is ended by a signal after that."""
+from llmc.runtime.limited_process import limit_memory, read, start_clock, write
+
 MAX_MEMORY = 256 << 20
 """Bytes of address space beyond what the process has when it starts to work."""
 MAX_OUTPUT = 4 << 20
@@ -92,26 +88,13 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> dict[str, st
         return {"error": f"the chat template failed: {type(problem).__name__}: {problem}"[:1000]}
 
 
-def read(stream: BinaryIO) -> Any:
-    """One message, or None at the end."""
-    header = stream.read(4)
-    return json.loads(stream.read(struct.unpack("<I", header)[0])) if len(header) == 4 else None
-
-
-def write(stream: BinaryIO, message: Any) -> None:
-    """One message."""
-    data = json.dumps(message).encode()
-    stream.write(struct.pack("<I", len(data)) + data)
-    stream.flush()
-
-
 def main() -> None:
     """Serve: first the template, then sets of variables, one answer each."""
     source = read(sys.stdin.buffer)
     if source is None:
         return
-    _limit_memory()
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    limit_memory(MAX_MEMORY)
+    start_clock()
     try:
         template = environment().from_string(source)
         write(sys.stdout.buffer, {"text": ""})
@@ -121,17 +104,8 @@ def main() -> None:
         )
         return
     while (variables := read(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
-        answer = render(template, variables)
-        write(sys.stdout.buffer, answer)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/statm", "rb") as file:
-        have = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (have + MAX_MEMORY, have + MAX_MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        start_clock()
+        write(sys.stdout.buffer, render(template, variables))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from llmc.runtime.request import SamplingParams
 from llmc.runtime.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from llmc.runtime.constraints.grammars import Grammars
     from llmc.runtime.engine import Engine
 
 
@@ -32,6 +33,7 @@ class Tokenizer:
         special_tokens: texts for the template: bos_token and the like.
         parse_special_in_messages: whether the text of a control token in a message becomes that token, as in
             transformers by default, or ordinary text (a user can't pretend to be the system).
+        grammar_cache_bytes: of compiled constraints that are kept.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         parse_special_in_messages: bool = False,
+        grammar_cache_bytes: int = 64 << 20,
     ) -> None:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
@@ -56,6 +59,7 @@ class Tokenizer:
         self.vocabulary = Vocabulary(self._tokenizer, self._spec)
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens or {})
         self.parse_special_in_messages = parse_special_in_messages
+        self.grammar_cache_bytes = grammar_cache_bytes
         self.prefix, self.suffix = self._around_a_text()
         if add_bos is not None and bos_token_id is not None:
             self.prefix = _with(self.prefix, bos_token_id, add_bos, at=0)
@@ -111,10 +115,10 @@ class Tokenizer:
         return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
 
     def stream(self, params: SamplingParams, prompt: Sequence[int], *, chat: bool = False) -> TextStream:
-        """The text of a sequence that continues a prompt, or answers a chat."""
+        """The text of a sequence that continues a prompt, or answers a chat. A constraint holds for all of its text."""
         decoder: Decoder
         if self.vocabulary.exact:
-            at_start = chat or not self.vocabulary.has_text(prompt)
+            at_start = params.constraint is None and (chat or not self.vocabulary.has_text(prompt))
             decoder = ByteDecoder(self.vocabulary, skip_special=params.skip_special_tokens, at_start=at_start)
         else:
             decoder = WindowDecoder(self.vocabulary, skip_special=params.skip_special_tokens)
@@ -142,6 +146,24 @@ class Tokenizer:
             if outer[start : start + len(inner)] == inner:
                 return outer[:start], outer[start + len(inner) :]
         return [], []
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles and keeps constraints.
+
+        Raises:
+            RequestError: the tokenizer does not allow any.
+        """
+        from llmc.runtime.constraints.grammars import Grammars
+
+        return Grammars(self.vocabulary, self.grammar_cache_bytes)
+
+    def close(self) -> None:
+        """End the processes that render chat templates and compile constraints."""
+        if self.chat_template is not None:
+            self.chat_template.close()
+        if "grammars" in self.__dict__:
+            self.grammars.close()
 
     # -- control tokens that users write ------------------------------------------------------------------------------
 
@@ -197,8 +219,8 @@ class Tokenizer:
         return tokenizer
 
 
-def tokenizer_of(engine: Engine, *, parse_special_in_messages: bool = False) -> Tokenizer | None:
-    """The tokenizer of an engine; None if it has none."""
+def tokenizer_of(engine: Engine, **options: Any) -> Tokenizer | None:
+    """The tokenizer of an engine; None if it has none. Options are those of Tokenizer that an engine does not know."""
     if engine.read("tokenizer/tokenizer.json") is None:
         return None
     facts = engine.model
@@ -210,7 +232,7 @@ def tokenizer_of(engine: Engine, *, parse_special_in_messages: bool = False) -> 
         eos_token_ids=facts.eos_token_ids,
         chat_template=engine.chat_template,
         special_tokens=engine.special_tokens,
-        parse_special_in_messages=parse_special_in_messages,
+        **options,
     )
 
 

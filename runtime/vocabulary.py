@@ -32,6 +32,11 @@ class Vocabulary:
         self._byte_level = False
         self.exact = self._understand(_flatten(spec.get("decoder")))
 
+    @cached_property
+    def size(self) -> int:
+        """One more than the highest id."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def piece(self, token: int) -> bytes:
         """The bytes of a token; none for an id without a token."""
         piece = self._pieces.get(token)
