@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from llmc.errors import RequestError
 from llmc.runtime.constraints.base import ConstraintSpec
-from llmc.runtime.field_checks import INT32_MAX, integer, logit_bias, real, shown, strings, token_ids
+from llmc.runtime.field_checks import INT32_MAX as INT32_MAX
+from llmc.runtime.field_checks import LOGIT_BIAS_BOUND as LOGIT_BIAS_BOUND
+from llmc.runtime.field_checks import MAX_STRING_BYTES as MAX_STRING_BYTES
+from llmc.runtime.field_checks import POSITIVE as POSITIVE
+from llmc.runtime.field_checks import integer, logit_bias, real, shown, strings, token_ids
 
 if TYPE_CHECKING:
     import numpy as np

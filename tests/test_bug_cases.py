@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 
 CASES = {
+    "API-05": "repetition in a schema is not expanded, and what is too large is refused",
+    "API-13": "a pattern with nothing to repeat is refused",
+    "API-14": "an empty constraint is none",
+    "API-25": "a NUL in a pattern is refused, not its end",
+    "API-26": "an expression that is not valid is refused",
+    "API-28": "JSON has no raw control characters in its strings",
     "ART-03": "an engine of another format or target is refused before its weights are looked at",
     "ART-04": "a build that is killed, interrupted or out of disk leaves the old engine, the new one or none",
     "ART-06": "bfloat16 and 8-bit floats are read exactly, with NaN and subnormals",
@@ -59,6 +65,7 @@ CASES = {
     "MTH-37": "a window that is off is full attention",
     "SEC-03": "files that declare more than they have are refused",
     "SEC-19": "equal hashes do not make two prompts share what was computed",
+    "SEC-08": "compiled constraints are kept within a limit of bytes",
     "SEC-12": "names and links do not lead out of a model or an engine",
     "SEC-15": "pickles are never opened",
     "STP-01": "text held back for a stop string comes at the end",
