@@ -11,8 +11,10 @@ import pytest
 
 CASES = {
     "API-05": "repetition in a schema is not expanded, and what is too large is refused",
+    "API-12": "max_tokens 0 with echo scores the prompt",
     "API-13": "a pattern with nothing to repeat is refused",
     "API-14": "an empty constraint is none",
+    "API-19": "a stream has one chunk of usage, the last one",
     "API-25": "a NUL in a pattern is refused, not its end",
     "API-26": "an expression that is not valid is refused",
     "API-28": "JSON has no raw control characters in its strings",

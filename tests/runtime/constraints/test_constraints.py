@@ -219,6 +219,7 @@ def test_logits_that_are_not_finite_are_still_found(kit: Any) -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(llm: Any, constraint: Any, field: str) -> None:
+    """API-13, API-25 and API-26 among them: the error names the field, and the next request runs."""
     with pytest.raises(RequestError) as refused:
         run(llm, constraint)
     assert refused.value.field == field
