@@ -90,7 +90,7 @@ CASES = {
     "TOK-15": "a list of end tokens, and no padding token",
 }
 
-ID = re.compile(r"(?<![a-z])(art|bat|kv|lif|mth|sec|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
+ID = re.compile(r"(?<![a-z])(api|art|bat|kv|lif|mth|sec|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
