@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +90,14 @@ def prepare(
     return workers
 
 
-def measure(workers: dict[str, Worker], workloads: list[str], rounds: int, title: str) -> tuple[Any, dict[str, str]]:
-    """{workload: {peer or "load average": a figure for each round}}, and what failed."""
-    figures: dict[str, dict[str, list[float]]] = {}
-    failures: dict[str, str] = {}
+def measure(
+    workers: dict[str, Worker], workloads: list[str], rounds: int, title: str, failures: dict[str, str]
+) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Each workload with {peer or "load average": a figure for each round}; what fails is put into ``failures``."""
     with Progress(transient=True) as progress:
         task = progress.add_task(title, total=len(workloads) * (rounds + 1))
         for workload in workloads:
-            row = figures[workload] = {peer: [] for peer in (*workers, "load average")}
+            row: dict[str, list[float]] = {peer: [] for peer in (*workers, "load average")}
             for turn in range(rounds + 1):  # the first turn warms up
                 for peer, worker in workers.items():
                     key = f"{peer} {title} {workload}"
@@ -111,9 +112,9 @@ def measure(workers: dict[str, Worker], workloads: list[str], rounds: int, title
                         row[peer] += [figure] if turn else []
                 row["load average"] += [os.getloadavg()[0]] if turn else []
                 progress.advance(task)
+            yield workload, row
     for worker in workers.values():
         worker.close()
-    return figures, failures
 
 
 def best_peer(workload: str, row: dict[str, list[float]]) -> str | None:

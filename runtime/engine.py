@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ WEIGHTS_ALIGNMENT = 64
 MAX_JSON_BYTES = 1 << 29
 """No JSON file of an engine is larger than this (512 MiB)."""
 
-HASH_BYTES = 1 << 22
+HASH_BYTES = 1 << 20
 
 NUMPY_DTYPES = {"bfloat16": np.dtype(np.uint16)}
 """What stands in for dtypes that numpy lacks: their bits."""
@@ -160,17 +161,14 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
         manifest = Manifest.from_bytes(text, str(path / manifest_file.NAME))
         _require(manifest, path)
         texts = {}
-        mapped: Any = None
-        for name in sorted(manifest.files):
-            if name == WEIGHTS:
-                mapped, header = _map_weights(directory, manifest.files[name], path)
-            else:
+        with _mapped_weights(directory, manifest.files[WEIGHTS], path) as (mapped, header):
+            for name in sorted(manifest.files.keys() - {WEIGHTS}):
                 content = _read_small(directory, name, path)
                 _check(content, manifest.files[name], path / name)
                 texts[name] = content
-    weights = _views(mapped, header)
-    shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
-    plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
+            weights = _views(mapped, header)
+            shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
+            plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
     return Engine(path, manifest, plan, weights, digest, texts, mapped)
 
 
@@ -247,13 +245,16 @@ def _require(manifest: Manifest, path: Path) -> None:
             raise EngineError(f"{path / manifest_file.NAME}: lists no {name}")
 
 
-def _digest(fd: int) -> str:
+def _digest(fd: int) -> str | OSError:
     """Read by calls: what is read through the mapping would count as memory of the process."""
     digest = hashlib.sha256()
-    position = 0
-    while piece := os.pread(fd, HASH_BYTES, position):
-        digest.update(piece)
-        position += len(piece)
+    buffer, position = bytearray(HASH_BYTES), 0
+    try:
+        while count := os.preadv(fd, [buffer], position):
+            digest.update(memoryview(buffer)[:count])
+            position += count
+    except OSError as problem:
+        return problem
     return digest.hexdigest()
 
 
@@ -268,8 +269,12 @@ def _check_digest(found: str, expected: FileEntry, path: Path) -> None:
         raise EngineError(f"{path}: expected SHA-256 {expected.sha256}, found {found}; the file is damaged")
 
 
-def _map_weights(directory: int, expected: FileEntry, path: Path) -> tuple[mmap.mmap, Header]:
-    """The size is checked before the file is mapped: a mapping that is longer than its file crashes when it is read."""
+@contextmanager
+def _mapped_weights(directory: int, expected: FileEntry, path: Path) -> Iterator[tuple[mmap.mmap, Header]]:
+    """The digest is computed in another thread meanwhile, and compared at the end.
+
+    The size is checked before the file is mapped: a mapping that is longer than its file crashes when it is read.
+    """
     where = path / WEIGHTS
     with _open(directory, WEIGHTS, path) as fd:
         if (size := os.fstat(fd).st_size) != expected.size:
@@ -279,8 +284,16 @@ def _map_weights(directory: int, expected: FileEntry, path: Path) -> tuple[mmap.
             raise EngineError(
                 f"{where}: the data begin at byte {header.data_begin}, no multiple of {WEIGHTS_ALIGNMENT}"
             )
-        _check_digest(_digest(fd), expected, where)
-        return mmap.mmap(fd, size, prot=mmap.PROT_READ), header
+        found: list[str | OSError] = []
+        thread = threading.Thread(target=lambda: found.append(_digest(fd)))
+        thread.start()
+        try:
+            yield mmap.mmap(fd, size, prot=mmap.PROT_READ), header
+        finally:
+            thread.join()  # before the file is closed
+        if isinstance(digest := found[0], OSError):
+            raise digest
+        _check_digest(digest, expected, where)
 
 
 def _views(mapped: mmap.mmap, header: Header) -> dict[str, Weight]:

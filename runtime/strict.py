@@ -8,7 +8,7 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -84,49 +84,64 @@ def _is_empty_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return has_default and getattr(value, field.name) in ("", 0, (), {}, None, False)
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def _load(kind: Any, value: Any, where: str) -> Any:
+    if type(value) is kind and kind is not float:
+        return value
+    return _reader(kind)(value, where)
+
+
+@cache
+def _reader(kind: Any) -> Callable[[Any, str], Any]:
+    """What reads a value of the kind; found once, since plans have thousands of values of few kinds."""
     if hasattr(kind, "from_json"):
-        return kind.from_json(value)
+        return lambda value, where: kind.from_json(value)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        known = [member.value for member in kind]
-        if value not in known:
-            raise EngineError(f"{where}: expected one of {', '.join(map(str, known))}, found {_shown(value)}")
-        return kind(value)
+        return lambda value, where: _load_enum(kind, value, where)
     if dataclasses.is_dataclass(kind):
-        return _load_dataclass(kind, value, where)
+        hints = typing.get_type_hints(kind)
+        fields = {f.name: (hints[f.name], _is_required(f)) for f in dataclasses.fields(kind)}
+        return lambda value, where: _load_dataclass(kind, fields, value, where)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return _load_union(arguments, value, where)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_load(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
-        return {key: _load(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
-    if kind is Any or (kind in (None, type(None)) and value is None):
-        return value
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise EngineError(f"{where}: expected {_name(kind)}, found {_shown(value)}")
+        return lambda value, where: _load_union(arguments, value, where)
+
+    def read(value: Any, where: str) -> Any:
+        if origin is tuple and isinstance(value, list):
+            return tuple([_load(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value)])
+        if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+            return {key: _load(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        if kind is Any or (kind in (None, type(None)) and value is None):
+            return value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return float(value)
+        if isinstance(kind, type) and type(value) is kind and kind is not float:
+            return value
+        raise EngineError(f"{where}: expected {_name(kind)}, found {_shown(value)}")
+
+    return read
 
 
-def _load_dataclass(kind: Any, value: Any, where: str) -> Any:
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _load_enum(kind: type[enum.Enum], value: Any, where: str) -> Any:
+    known = [member.value for member in kind]
+    if value not in known:
+        raise EngineError(f"{where}: expected one of {', '.join(map(str, known))}, found {_shown(value)}")
+    return kind(value)
+
+
+def _load_dataclass(kind: Any, fields: dict[str, tuple[Any, bool]], value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise EngineError(f"{where}: expected an object, found {_shown(value)}")
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    if unknown := sorted(set(value) - set(fields)):
+    if unknown := sorted(value.keys() - fields.keys()):
         raise EngineError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(fields)}")
-    hints = _hints(kind)
     arguments = {}
-    for name, field in fields.items():
+    for name, (hint, required) in fields.items():
         if name in value:
-            arguments[name] = _load(hints[name], value[name], f"{where}.{name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            arguments[name] = _load(hint, value[name], f"{where}.{name}")
+        elif required:
             raise EngineError(f"{where}: the key {name!r} is missing")
     return kind(**arguments)
 
