@@ -1,0 +1,50 @@
+"""Mistral: [TOOL_CALLS] and a list of objects, or since 2025 [TOOL_CALLS]name[ARGS]{...} for each call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from llmc.runtime.constraints.grammars import json_rule, literal
+from llmc.runtime.tool_calls.base import Call, Taken, Tools, balanced, function, parsed, repeated
+from llmc.runtime.tool_calls.json_format import JsonFormat
+
+NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
+MAYBE = re.compile(r"\[TOOL_CALLS\]\s*[\w.-]*(?:\[[A-Z_]*\]?[\w-]*){0,2}\s*\Z")
+
+
+class Mistral(JsonFormat):
+    """See the module."""
+
+    name = "mistral"
+    openings = ("[TOOL_CALLS]",)
+    hints = ("[TOOL_CALLS]",)
+    lists = True
+
+    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
+        """See ToolFormat."""
+        match = NAMED.match(text)
+        if match is None:
+            return None if MAYBE.match(text) else super().take(text, tools, final=final)
+        end = balanced(text, match.end())
+        if end is None:
+            return None
+        arguments = parsed(text[match.end() : end])
+        if not isinstance(arguments, dict):
+            return Taken(len(self.openings[0]))
+        return Taken(end, (Call(match[1], json.dumps(arguments, ensure_ascii=False)),))
+
+    def grammar(self, tools: Tools, token: Callable[[str], str], *, several: bool) -> str:
+        """See ToolFormat: named calls if the model has [ARGS] as a control token, else a list."""
+        separator = token("[ARGS]")
+        if separator == literal("[ARGS]"):
+            return super().grammar(tools, token, several=several)
+        each = [f"{literal(name)} {separator} {json_rule(schema)}" for name, schema in map(function, tools)]
+        rules = "".join(f"call{i}: {token('[TOOL_CALLS]')} {rule}\n" for i, rule in enumerate(each))
+        return (
+            repeated("call", "", several=several) + f"call: {' | '.join(f'call{i}' for i in range(len(each)))}\n{rules}"
+        )
+
+
+FORMAT = Mistral()
