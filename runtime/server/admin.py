@@ -26,6 +26,14 @@ async def resume(request: Request) -> Response:
     return _pause(request, False)
 
 
+async def reset_cache(request: Request) -> Response:
+    """Forget the prefixes of prompts."""
+    models: Models = request.app.state.models
+    for model in models.all.values():
+        model.running.call(lambda llm: llm.scheduler.kv_cache.clear())
+    return JsonResponse({"status": "reset"})
+
+
 async def reload(request: Request) -> Response:
     """Load all engine directories anew; requests that run end on the old engines."""
     models: Models = request.app.state.models
@@ -56,6 +64,7 @@ def _pause(request: Request, paused: bool) -> Response:
 ADMIN_ENDPOINTS = (
     Endpoint("POST", "/pause", pause, "Stop the engines between two steps; requests wait."),
     Endpoint("POST", "/resume", resume, "Let them go on."),
+    Endpoint("POST", "/cache/reset", reset_cache, "Forget the prefixes of prompts."),
     Endpoint("POST", "/reload", reload, "Load the engine directories anew; running requests end on the old ones."),
     Endpoint("GET", "/livez", livez, "The process answers.", gives="text/plain"),
     Endpoint("GET", "/readyz", readyz, "200 if requests can be served, else 503.", gives="text/plain"),

@@ -14,9 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.runtime.server.guard import Guard
 from llmc.runtime.server.models import Models
-from llmc.runtime.server.routes import chat, completions, models, tokens
+from llmc.runtime.server.routes import chat, completions, embeddings, models, tokens
 from llmc.runtime.server.schema.chat import ChatRequest
 from llmc.runtime.server.schema.completions import CompletionRequest
+from llmc.runtime.server.schema.embeddings import EmbeddingRequest
 from llmc.runtime.server.schema.text import DetokenizeRequest, TokenizeRequest
 from llmc.runtime.server.settings import Keys, Settings
 from llmc.runtime.server.stream import DisconnectedError, Gone
@@ -40,6 +41,7 @@ class Endpoint:
 ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat.chat_completions, "Answer a chat.", ChatRequest, streams=True),
     Endpoint("POST", "/v1/completions", completions.completions, "Continue prompts.", CompletionRequest, streams=True),
+    Endpoint("POST", "/v1/embeddings", embeddings.embeddings, "Vectors of texts.", EmbeddingRequest),
     Endpoint("GET", "/v1/models", models.list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One model."),
     Endpoint("POST", "/tokenize", tokens.tokenize, "A text or a chat to tokens.", TokenizeRequest),

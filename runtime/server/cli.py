@@ -44,14 +44,6 @@ def serve(
     engine: Path | None,
     served_model_name: str | None,
     named: tuple[str, ...],
-    threads: int | None,
-    kv_memory: str | None,
-    num_blocks: int | None,
-    max_sequences: int | None,
-    max_batch_tokens: int | None,
-    isa: str | None,
-    no_prefix_cache: bool,
-    parse_special_in_messages: bool,
     **values: Any,
 ) -> None:
     """Serve engines over HTTP, with OpenAI's API.
@@ -64,21 +56,12 @@ def serve(
     SIGTERM lets running requests end, a second one ends them; SIGHUP loads the engines anew. Exit codes as elsewhere;
     5 also if an engine fails while it serves, for a supervisor to start it again.
     """  # noqa: D301 - click's mark for lines that it must not wrap
-    settings = Settings(**values)
+    settings = Settings(**{f.name: values.pop(f.name) for f in dataclasses.fields(Settings)})
+    values["prefix_cache"] = not values.pop("no_prefix_cache")
     paths = _paths(engine, served_model_name, named)
 
     def load_engine(path: Path) -> LLM:
-        return load(
-            path,
-            threads=threads,
-            kv_memory=kv_memory,
-            num_blocks=num_blocks,
-            max_sequences=max_sequences,
-            max_batch_tokens=max_batch_tokens,
-            isa=isa,
-            prefix_cache=not no_prefix_cache,
-            parse_special_in_messages=parse_special_in_messages,
-        )
+        return load(path, **values)
 
     try:
         from llmc.runtime.server.logs import Logs

@@ -147,7 +147,7 @@ class EngineLoop:
 
     def _add(self, ticket: Ticket) -> None:
         try:
-            ticket.request_id = self.llm.add_request(ticket.prompt, ticket.params, chat=ticket.chat)
+            ticket.request_id = self._queue(ticket)
         except RequestError as problem:
             self._send(Update(ticket, problem=from_request_error(problem), released=True))
             return
@@ -155,6 +155,12 @@ class EngineLoop:
         self._tickets[ticket.request_id] = (ticket, ticket.request)
         self._new.add(ticket.request_id)
         self._send(Update(ticket, accepted=True))
+
+    def _queue(self, ticket: Ticket) -> int:
+        options = ticket.options
+        if options.pooling is not None:
+            return self.llm.add_embedding(ticket.prompt, options.pooling, salt=options.salt)
+        return self.llm.add_request(ticket.prompt, ticket.params, chat=options.chat, salt=options.salt)
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.request_id is not None and self._tickets.pop(ticket.request_id, None) is not None:

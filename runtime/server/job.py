@@ -22,6 +22,16 @@ SHOWN = ("the model computed logits that are not finite", "no token is allowed")
 """Errors of the engine that clients are told as they are; all others may hold what is none of their business."""
 
 
+@dataclass(frozen=True)
+class TicketOptions:
+    """``salt``: who shares the prefix cache. ``pooling``: an embedding is wanted, not a text."""
+
+    chat: bool = False
+    streams: bool = False
+    salt: str = ""
+    pooling: str | None = None
+
+
 @dataclass(eq=False)
 class Ticket:
     """One prompt of a job. The engine's thread sets ``request_id`` and ``request``; the rest is the event loop's."""
@@ -30,8 +40,7 @@ class Ticket:
     index: int
     prompt: list[int]
     params: SamplingParams
-    chat: bool
-    streams: bool
+    options: TicketOptions
     request_id: int | None = None
     request: Request | None = None
     """Of the engine; what it says of the prompt is final once the first increment has come."""
@@ -86,7 +95,7 @@ class Job:
         if update.deltas:
             ticket.started = True
             self._count(ticket, update.deltas)
-            if ticket.streams:
+            if ticket.options.streams:
                 self._deltas.extend((ticket.index, delta) for delta in update.deltas)
         self._problem = self._problem or update.problem
         if len(self._deltas) > MAX_PENDING:

@@ -10,10 +10,25 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from llmc.runtime.server.engine_loop import EngineLoop
     from llmc.runtime.server.logs import Logs
     from llmc.runtime.server.models import Model
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+GAUGES = {
+    "llmc_running_sequences": ("running", "Sequences that run"),
+    "llmc_waiting_sequences": ("waiting", "Sequences that wait"),
+    "llmc_kv_blocks_used": ("kv_used", "Blocks of the KV cache that sequences hold"),
+    "llmc_kv_blocks_cached": ("kv_cached", "Blocks of the KV cache that are kept for prompts that begin alike"),
+    "llmc_kv_blocks": ("kv_total", "Blocks of the KV cache"),
+    "llmc_engine_steps": ("steps", "Steps since the engine was loaded"),
+    "llmc_preemptions": ("preemptions", "Sequences put back to make room"),
+    "llmc_prefix_hit_tokens": ("prefix_hits", "Tokens of prompts that were found in the KV cache"),
+    "llmc_prefix_query_tokens": ("prefix_queries", "Tokens of prompts that were looked for in the KV cache"),
+}
+"""Name: key in `LLM.counts`, and what it is."""
 
 
 class Metrics:
@@ -62,32 +77,15 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Gauges, one value for each model."""
-        texts = {
-            "llmc_running_sequences": "Sequences that run",
-            "llmc_waiting_sequences": "Sequences that wait",
-            "llmc_kv_blocks_free": "Blocks of the KV cache that are free",
-            "llmc_kv_blocks": "Blocks of the KV cache",
-            "llmc_engine_steps": "Steps since the engine was loaded",
-            "llmc_preemptions": "Sequences put back to make room",
-        }
-        families = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in texts.items()}
+        families = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, (_, text) in GAUGES.items()}
         for model in self._models.values():
             if model.engine is not None:
-                for name, value in _state(model).items():
+                for name, value in _state(model.engine).items():
                     families[name].add_metric([model.name], value)
         yield from families.values()
 
 
-def _state(model: Model) -> dict[str, float]:
-    scheduler = model.engine.llm.scheduler if model.engine is not None else None
-    assert scheduler is not None, "only loaded models have a state"
-    running = len(scheduler.running)
-    outstanding = model.engine.outstanding if model.engine is not None else 0
-    return {
-        "llmc_running_sequences": running,
-        "llmc_waiting_sequences": max(0, outstanding - running),
-        "llmc_kv_blocks_free": scheduler.kv_cache.num_available,
-        "llmc_kv_blocks": scheduler.config.num_blocks,
-        "llmc_engine_steps": scheduler.statistics.steps,
-        "llmc_preemptions": scheduler.statistics.preemptions,
-    }
+def _state(engine: EngineLoop) -> dict[str, float]:
+    counts = engine.llm.counts
+    counts["waiting"] = max(counts["waiting"], engine.outstanding - counts["running"])  # some are on their way to it
+    return {name: counts[key] for name, (key, _) in GAUGES.items()}

@@ -16,7 +16,7 @@ from llmc.errors import RequestError, UsageError
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.server.engine_loop import EngineLoop
 from llmc.runtime.server.errors import ApiError, from_request_error, unavailable
-from llmc.runtime.server.job import Job, Ticket
+from llmc.runtime.server.job import Job, Ticket, TicketOptions
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.settings import Settings
 
@@ -163,9 +163,7 @@ class Models:
         except RequestError as problem:
             raise from_request_error(problem, names) from None
 
-    def submit(
-        self, model: Model, prompts: Sequence[list[int]], params: SamplingParams, *, chat: bool = False, streams: bool
-    ) -> Job:
+    def submit(self, model: Model, prompts: Sequence[list[int]], params: SamplingParams, options: TicketOptions) -> Job:
         """Queue prompts. Whoever asked closes the job.
 
         Raises:
@@ -174,7 +172,7 @@ class Models:
         now = asyncio.get_running_loop().time()
         engine = model.running
         job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + self.settings.request_timeout)
-        job.tickets += [Ticket(job, i, prompt, params, chat, streams) for i, prompt in enumerate(prompts)]
+        job.tickets += [Ticket(job, i, prompt, params, options) for i, prompt in enumerate(prompts)]
         engine.submit(job)
         return job
 

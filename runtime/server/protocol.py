@@ -13,6 +13,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmc.runtime.server.errors import PHRASES, ApiError, to_bytes
 from llmc.runtime.server.settings import Settings
 
+REFUSAL_SECONDS = 1.0
+"""How long a connection beyond the limit may take to say something."""
+
 MESSAGES = {
     400: "this is not valid HTTP",
     408: "the head of the request came too slowly",
@@ -40,6 +43,7 @@ class _Connection(H11Protocol):
             await answer(scope, receive, send)
 
         self.app = app
+        self._too_many = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -58,14 +62,18 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or refuse it."""
         super().connection_made(transport)
-        if len(self.connections) > self.settings.max_connections:
-            self._refuse(503)
+        self._too_many = len(self.connections) > self.settings.max_connections
+        if self._too_many:  # what is unread when a connection is closed resets it: let the request come in first
+            self._head_timer = self.loop.call_later(REFUSAL_SECONDS, self._refuse, 503)
         else:
             self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come in."""
         if self.transport.is_closing():
+            return
+        if self._too_many:
+            self._refuse(503)
             return
         super().data_received(data)
         self._watch_head()
@@ -122,7 +130,9 @@ class _Connection(H11Protocol):
 
     def _refuse(self, status: int) -> None:
         """Answer by ourselves, and close."""
-        self._head_timer = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
         if self.transport.is_closing():
             return
         message = MESSAGES.get(status, MESSAGES[400])

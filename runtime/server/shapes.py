@@ -16,7 +16,7 @@ def usage(job: Job) -> dict[str, Any]:
     outputs = job.outputs
     prompt = sum(output.usage.prompt_tokens for output in outputs)
     completion = sum(output.usage.completion_tokens for output in outputs)
-    cached = sum(getattr(ticket.request, "num_cached_tokens", 0) for ticket in job.tickets)
+    cached = sum(output.usage.cached_tokens for output in outputs)
     job.metrics.prompt(prompt)
     return {
         "prompt_tokens": prompt,

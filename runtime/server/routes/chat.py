@@ -16,10 +16,10 @@ from llmc.runtime.request import SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.body import read
 from llmc.runtime.server.errors import ApiError, JsonResponse, from_request_error
-from llmc.runtime.server.job import Job
+from llmc.runtime.server.job import Job, TicketOptions
 from llmc.runtime.server.models import Model, Models
 from llmc.runtime.server.schema.chat import ChatRequest, Message
-from llmc.runtime.server.stream import EventStream, finish
+from llmc.runtime.server.stream import EventStream, finish, unless_disconnected
 
 NAMES = {"template_variables": "chat_template_kwargs", "prompt": "messages"}
 """What fields of the engine are called here."""
@@ -32,12 +32,18 @@ async def chat_completions(request: Request) -> Response:
     model = models.find(body.model)
     params = _params(body)
     prompt = await encode(models, model, body)
-    job = models.submit(model, [prompt], params, chat=True, streams=bool(body.stream))
+    options = TicketOptions(chat=True, streams=bool(body.stream), salt=salt(request, body.cache_salt))
+    job = models.submit(model, [prompt], params, options)
     answer = _Answer(model, body)
     if not body.stream:
         return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
     await finish_first(request, job)
     return EventStream(job, answer.chunks(job))
+
+
+def salt(request: Request, own: str | None) -> str:
+    """Who shares the prefix cache with whom: the clients of one key, or of one salt among these."""
+    return f"{request.scope.get('llmc.key', '')}/{own or ''}"
 
 
 async def finish_first(request: Request, job: Job) -> None:
@@ -47,8 +53,6 @@ async def finish_first(request: Request, job: Job) -> None:
         ApiError: the job fails.
         DisconnectedError: the client has gone.
     """
-    from llmc.runtime.server.stream import unless_disconnected
-
     try:
         await unless_disconnected(request.receive, job.begun())
     except BaseException:

@@ -16,9 +16,9 @@ from llmc.runtime.request import SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.body import read
 from llmc.runtime.server.errors import ApiError, JsonResponse, from_request_error
-from llmc.runtime.server.job import Job
+from llmc.runtime.server.job import Job, TicketOptions
 from llmc.runtime.server.models import Model, Models
-from llmc.runtime.server.routes.chat import finish_first
+from llmc.runtime.server.routes.chat import finish_first, salt
 from llmc.runtime.server.schema.completions import CompletionRequest
 from llmc.runtime.server.settings import MAX_SEQUENCES_OF_A_REQUEST
 from llmc.runtime.server.stream import EventStream, finish
@@ -34,15 +34,24 @@ async def completions(request: Request) -> Response:
     if len(body.prompt) * params.num_choices > MAX_SEQUENCES_OF_A_REQUEST:
         message = f"{len(body.prompt)} prompts with {params.num_choices} choices each are more than"
         raise ApiError(400, f"{message} {MAX_SEQUENCES_OF_A_REQUEST} sequences", param="n")
-    has_text = any(isinstance(prompt, str) for prompt in body.prompt)
-    tokenizer = model.tokenizer if has_text else None
-    prompts = await models.in_thread(lambda: [_encode(tokenizer, prompt) for prompt in body.prompt])
-    job = models.submit(model, prompts, params, streams=bool(body.stream))
+    prompts = await encode_prompts(models, model, body.prompt)
+    options = TicketOptions(streams=bool(body.stream), salt=salt(request, body.cache_salt))
+    job = models.submit(model, prompts, params, options)
     answer = _Answer(model, body, prompts)
     if not body.stream:
         return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
     await finish_first(request, job)
     return EventStream(job, answer.chunks(job))
+
+
+async def encode_prompts(models: Models, model: Model, prompts: list[str | list[int]]) -> list[list[int]]:
+    """The tokens of each.
+
+    Raises:
+        ApiError: 400, a text is not valid, or the model has no tokenizer.
+    """
+    tokenizer = model.tokenizer if any(isinstance(prompt, str) for prompt in prompts) else None
+    return await models.in_thread(lambda: [_encode(tokenizer, prompt) for prompt in prompts])
 
 
 def _encode(tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:

@@ -30,6 +30,9 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16, description="Accepted, without effect."),
 ]
+Salt = Annotated[
+    str, Field(min_length=1, max_length=256, description="Only requests with the same salt share their prefixes.")
+]
 ModelName = Annotated[str, Field(min_length=1, max_length=128, description="One of /v1/models; default: the first.")]
 
 
@@ -86,6 +89,7 @@ class SamplingFields(IgnoredFields):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Salt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

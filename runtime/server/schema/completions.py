@@ -13,7 +13,7 @@ from llmc.runtime.server.settings import MAX_SEQUENCES_OF_A_REQUEST
 Prompt = str | list[int]
 
 
-def _prompts(value: Any) -> list[Prompt]:
+def prompts(value: Any) -> list[Prompt]:
     """One text or list of token ids, or several, as a list. By hand: the errors of a union would be one per entry."""
     entries = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     if len(entries) > MAX_SEQUENCES_OF_A_REQUEST:
@@ -26,7 +26,7 @@ def _prompts(value: Any) -> list[Prompt]:
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}, "minItems": 1}
-_SCHEMA = {
+PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         _IDS,
@@ -44,7 +44,7 @@ class CompletionRequest(SamplingFields):
     """Continue a prompt."""
 
     model: ModelName | None = None
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_SCHEMA)]
+    prompt: Annotated[list[Prompt], PlainValidator(prompts), WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: int | None = bounded("max_tokens")
     best_of: int | None = bounded("best_of")
     logprobs: int | None = bounded("logprobs")

@@ -95,8 +95,7 @@ class Live:
     @property
     def is_idle(self) -> bool:
         """No sequence runs or waits, and all blocks are back."""
-        busy = self.metric("llmc_running_sequences") + self.metric("llmc_waiting_sequences")
-        return busy == 0 and self.metric("llmc_kv_blocks_free") == self.metric("llmc_kv_blocks")
+        return sum(map(self.metric, ("llmc_running_sequences", "llmc_waiting_sequences", "llmc_kv_blocks_used"))) == 0
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal; the exit code."""
