@@ -12,9 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from llmc.runtime.server import openapi
 from llmc.runtime.server.guard import Guard
 from llmc.runtime.server.models import Models
-from llmc.runtime.server.routes import chat, completions, embeddings, models, tokens
+from llmc.runtime.server.routes import chat, completions, embeddings, models, page, tokens
 from llmc.runtime.server.schema.chat import ChatRequest
 from llmc.runtime.server.schema.completions import CompletionRequest
 from llmc.runtime.server.schema.embeddings import EmbeddingRequest
@@ -39,6 +40,9 @@ class Endpoint:
 
 
 ENDPOINTS = (
+    Endpoint("GET", "/", page.page, "A page to chat.", gives="text/html"),
+    Endpoint("GET", "/docs", openapi.docs, "This list, with all fields.", gives="text/html"),
+    Endpoint("GET", "/openapi.json", openapi.openapi, "The same for programs."),
     Endpoint("POST", "/v1/chat/completions", chat.chat_completions, "Answer a chat.", ChatRequest, streams=True),
     Endpoint("POST", "/v1/completions", completions.completions, "Continue prompts.", CompletionRequest, streams=True),
     Endpoint("POST", "/v1/embeddings", embeddings.embeddings, "Vectors of texts.", EmbeddingRequest),

@@ -45,7 +45,7 @@ class Live:
         self._log = folder / "stderr.txt"
         command = [sys.executable, "-P", "-m", "llmc", "serve", "--port", "0", "--threads", str(threads)]
         with self._log.open("wb") as file:
-            self.process = subprocess.Popen([*command, *arguments], stderr=file, start_new_session=True)
+            self.process = subprocess.Popen([*command, *arguments], stderr=file)
 
     def __enter__(self) -> Self:
         wait_until(lambda: "ready: " in self.log or self.process.poll() is not None)
