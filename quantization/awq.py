@@ -21,6 +21,7 @@ from llmc.quantization.rounding import (
     join_groups,
     round_to_nearest,
     split_groups,
+    spread_rows,
     to_codes,
     to_values,
 )
@@ -54,6 +55,7 @@ class Awq(IntegerMethod):
         best: FloatArray | None = None
         with single_threaded():
             x_mean, w_mean = _tied(inputs.mean_abs, tie), _tied(self._weight_means(weight), tie)
+            weight = spread_rows(weight)
             square = inputs.rows.T @ inputs.rows if len(inputs.rows) > weight.shape[1] else None
             least = self._loss(weight, None, inputs.rows, square)
             for step in range(1, self.grid + 1):

@@ -11,6 +11,10 @@ import numpy.typing as npt
 from llmc.quantization.base import BITS, CodeArray, FloatArray, Method, Quantized, Scheme
 from llmc.quantization.options import option
 
+SEARCH_ROWS = 1024
+"""Factors of inputs are chosen by the errors of so many outputs. (Qwen2.5-0.5B, gate and up of layer 12, 9728 rows: the
+same factors, or those of the next exponent, as by all of them, in a tenth of the time.)"""
+
 
 @dataclass(frozen=True)
 class IntegerMethod(Method):
@@ -59,6 +63,13 @@ def split_groups(values: npt.NDArray[Any], group: int) -> npt.NDArray[Any]:
 def join_groups(values: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
     """[..., G, group] -> [..., K]."""
     return values.reshape(*values.shape[:-2], -1)[..., :columns]
+
+
+def spread_rows(weight: FloatArray, most: int = SEARCH_ROWS) -> FloatArray:
+    """At most so many rows of a weight [N, K], evenly spread."""
+    if len(weight) <= most:
+        return weight
+    return weight[np.arange(most) * len(weight) // most]
 
 
 def fit(groups: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | np.float32 | float = 1.0) -> Grid:

@@ -24,7 +24,7 @@ from llmc.quantization.base import (
 )
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import Preset, option
-from llmc.quantization.rounding import join_groups, round_scale, round_to_nearest, split_groups
+from llmc.quantization.rounding import join_groups, round_scale, round_to_nearest, split_groups, spread_rows
 
 W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and 128 inputs")
 
@@ -78,6 +78,7 @@ class SmoothQuant(Method):
             return _factors(x_max, w_max, self.alpha)
         best: FloatArray | None = None
         with single_threaded():
+            weight = spread_rows(weight)
             wanted = inputs.rows @ weight.T
             least = self._loss(weight, None, inputs, wanted)
             for alpha in _ALPHAS:

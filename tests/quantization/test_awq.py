@@ -40,6 +40,14 @@ def test_tied_columns_have_one_factor() -> None:
     assert len(np.unique(scale)) > 16
 
 
+def test_factors_of_many_outputs_are_as_good_as_those_by_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = layer(rows=2500, columns=128, tokens=512)
+    method = parse_method("awq:group=64,clip=false")
+    few = case.error(method)
+    monkeypatch.setattr("llmc.quantization.awq.spread_rows", lambda weight: weight)
+    assert few < 1.01 * case.error(method)
+
+
 def test_factors_are_positive_and_finite_though_columns_are_dead() -> None:
     case = layer()
     case.rows[:, :10] = 0

@@ -9,6 +9,7 @@ from llmc.quantization.rounding import (
     round_to_nearest,
     search_clip,
     split_groups,
+    spread_rows,
     to_codes,
     to_values,
 )
@@ -117,3 +118,12 @@ def test_weights_alone_are_not_made_smaller_to_fit_the_grid() -> None:
         return float((to_values(to_codes(groups, grid, 4), grid) * groups).sum() / np.square(groups).sum())
 
     assert abs(gain(None) - 1) < 0.5 * abs(gain(np.ones(groups.shape[1:], np.float32)) - 1)
+
+
+@pytest.mark.parametrize("rows", [1, 10, 11, 25, 1000])
+def test_rows_are_spread_over_a_weight(rows: int) -> None:
+    taken = spread_rows(np.arange(rows, dtype=np.float32)[:, None], 10)[:, 0]
+    assert len(taken) == min(rows, 10)
+    assert taken[0] == 0
+    steps = np.diff(taken)
+    assert rows == 1 or (steps.min() >= 1 and steps.max() - steps.min() <= 1)
