@@ -56,7 +56,10 @@ def serve(
     SIGTERM lets running requests end, a second one ends them; SIGHUP loads the engines anew. Exit codes as elsewhere;
     5 also if an engine fails while it serves, for a supervisor to start it again.
     """  # noqa: D301 - click's mark for lines that it must not wrap
+    from llmc.runtime.tool_calls import find_format
+
     settings = Settings(**{f.name: values.pop(f.name) for f in dataclasses.fields(Settings)})
+    find_format(None, settings.tool_parser)
     values["prefix_cache"] = not values.pop("no_prefix_cache")
     paths = _paths(engine, served_model_name, named)
 

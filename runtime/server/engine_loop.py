@@ -160,7 +160,9 @@ class EngineLoop:
         options = ticket.options
         if options.pooling is not None:
             return self.llm.add_embedding(ticket.prompt, options.pooling, salt=options.salt)
-        return self.llm.add_request(ticket.prompt, ticket.params, chat=options.chat, salt=options.salt)
+        return self.llm.add_request(
+            ticket.prompt, ticket.params, chat=options.chat, salt=options.salt, constraint=options.constraint
+        )
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.request_id is not None and self._tickets.pop(ticket.request_id, None) is not None:

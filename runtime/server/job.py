@@ -15,6 +15,7 @@ from llmc.runtime.server.errors import ApiError, unavailable
 from llmc.runtime.server.settings import MAX_PENDING
 
 if TYPE_CHECKING:
+    from llmc.runtime.constraints import TokenConstraint
     from llmc.runtime.request import Request
     from llmc.runtime.server.metrics import Metrics
 
@@ -24,12 +25,16 @@ SHOWN = ("the model computed logits that are not finite", "no token is allowed")
 
 @dataclass(frozen=True)
 class TicketOptions:
-    """``salt``: who shares the prefix cache. ``pooling``: an embedding is wanted, not a text."""
+    """``salt``: who shares the prefix cache. ``pooling``: an embedding is wanted, not a text.
+
+    ``constraint``: that of the parameters, compiled.
+    """
 
     chat: bool = False
     streams: bool = False
     salt: str = ""
     pooling: str | None = None
+    constraint: TokenConstraint | None = None
 
 
 @dataclass(eq=False)

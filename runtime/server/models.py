@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmc.errors import RequestError, UsageError
+from llmc.runtime.constraints import ConstraintSpec, compile_constraint
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.server.engine_loop import EngineLoop
 from llmc.runtime.server.errors import ApiError, from_request_error, unavailable
@@ -21,6 +22,7 @@ from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
+    from llmc.runtime.constraints import TokenConstraint
     from llmc.runtime.llm import LLM
     from llmc.runtime.tokenizer import Tokenizer
 
@@ -106,6 +108,7 @@ class Models:
         self.on_failure: Callable[[], None] = lambda: None
         self._load = load
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._compilers = ThreadPoolExecutor(ENCODERS, thread_name_prefix="compile")
         self._reloading = asyncio.Lock()
         self._retired: set[asyncio.Task[None]] = set()
 
@@ -152,14 +155,29 @@ class Models:
     def _failed(self) -> None:
         self.on_failure()
 
-    async def in_thread(self, function: Callable[[], T], names: Mapping[str, str] | None = None) -> T:
+    async def compile(
+        self, model: Model, spec: ConstraintSpec | None, names: Mapping[str, str]
+    ) -> TokenConstraint | None:
+        """A constraint, compiled where it holds up nobody: not the engine, and not requests without one.
+
+        Raises:
+            ApiError: 400, it is beyond the limits.
+        """
+        if spec is None:
+            return None
+        tokenizer = model.tokenizer
+        return await self.in_thread(lambda: compile_constraint(spec, tokenizer), names, self._compilers)
+
+    async def in_thread(
+        self, function: Callable[[], T], names: Mapping[str, str] | None = None, pool: ThreadPoolExecutor | None = None
+    ) -> T:
         """Do what may take a while beside the event loop.
 
         Raises:
             ApiError: 400, for a RequestError.
         """
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoders, function)
+            return await asyncio.get_running_loop().run_in_executor(pool or self._encoders, function)
         except RequestError as problem:
             raise from_request_error(problem, names) from None
 
@@ -187,7 +205,8 @@ class Models:
         for model in self.all.values():
             if model.engine is not None:
                 await model.engine.stop()
-        self._encoders.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoders, self._compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 async def _retire(engine: EngineLoop) -> None:

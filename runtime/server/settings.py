@@ -49,6 +49,7 @@ class Settings:
     keep_alive: float = _option(30.0, "How long idle connections stay.")
     max_connections: int = _option(1024, "Connections at one time; more get 503.", bounds=(1, 1 << 20))
     max_body_mb: float = _option(2.0, "Size of a request's body, in MB; then 413.")
+    tool_parser: str | None = _option(None, "Format of calls of functions. [default: by the chat template]")
     admin_listen: str | None = _option(None, "HOST:PORT of a listener for pause, resume, reload, cache reset.")
     admin_api_key: str | None = _option(None, "Its key; required with --admin-listen.")
     log_format: str = _option("plain", "plain or json: a line for each request, without prompts.")

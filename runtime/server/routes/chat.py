@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -12,14 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc.errors import RequestError
-from llmc.runtime.request import SamplingParams
+from llmc.runtime.constraints import ConstraintSpec
+from llmc.runtime.output import Completion, RequestOutput
+from llmc.runtime.request import FinishReason, SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.body import read
 from llmc.runtime.server.errors import ApiError, JsonResponse, from_request_error
 from llmc.runtime.server.job import Job, TicketOptions
 from llmc.runtime.server.models import Model, Models
 from llmc.runtime.server.schema.chat import ChatRequest, Message
+from llmc.runtime.server.schema.constraints import arguments_of
 from llmc.runtime.server.stream import EventStream, finish, unless_disconnected
+from llmc.runtime.server.tools import CallReader, ToolUse
 
 NAMES = {"template_variables": "chat_template_kwargs", "prompt": "messages"}
 """What fields of the engine are called here."""
@@ -30,11 +33,20 @@ async def chat_completions(request: Request) -> Response:
     models: Models = request.app.state.models
     body = await read(request, models, ChatRequest)
     model = models.find(body.model)
-    params = _params(body)
-    prompt = await encode(models, model, body)
-    options = TicketOptions(chat=True, streams=bool(body.stream), salt=salt(request, body.cache_salt))
+    tools = ToolUse(body, model.tokenizer, models.settings.tool_parser)
+    spec, names = body.constraint()
+    if (calls := tools.constraint()) is not None:
+        if spec is not None:
+            raise ApiError(400, "a call and another form of the answer can't both be required", param="tool_choice")
+        spec, names = calls, {"grammar": "tools"}
+    params = _params(body, spec, tools)
+    compiled = await models.compile(model, spec, names)
+    prompt = await encode(models, model, body, tools.offered)
+    options = TicketOptions(
+        chat=True, streams=bool(body.stream), salt=salt(request, body.cache_salt), constraint=compiled
+    )
     job = models.submit(model, [prompt], params, options)
-    answer = _Answer(model, body)
+    answer = _Answer(model, body, tools)
     if not body.stream:
         return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
     await finish_first(request, job)
@@ -60,7 +72,7 @@ async def finish_first(request: Request, job: Job) -> None:
         raise
 
 
-async def encode(models: Models, model: Model, body: Any) -> list[int]:
+async def encode(models: Models, model: Model, body: Any, tools: list[dict[str, Any]] | None = None) -> list[int]:
     """The tokens of the messages of a chat or of /tokenize.
 
     Raises:
@@ -75,7 +87,7 @@ async def encode(models: Models, model: Model, body: Any) -> list[int]:
     try:
         return await models.in_thread(
             lambda: tokenizer.encode_chat(
-                messages, add_generation_prompt=add is not False, variables=body.chat_template_kwargs
+                messages, tools=tools, add_generation_prompt=add is not False, variables=body.chat_template_kwargs
             ),
             NAMES,
         )
@@ -93,10 +105,7 @@ def messages_for(source: str, messages: list[Message]) -> list[dict[str, Any]]:
         if values["role"] == "developer" and "developer" not in source:
             values["role"] = "system"
         for call in values.get("tool_calls", ()):
-            try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-            except ValueError:
-                raise ApiError(400, "arguments of a call are not JSON", param="messages") from None
+            call["function"]["arguments"] = arguments_of(call["function"]["arguments"])
         result.append(values)
     return result
 
@@ -107,10 +116,13 @@ def _known(message: str) -> str:
     return message if message.startswith(fixed) else "the chat template refused the messages, or failed"
 
 
-def _params(body: ChatRequest) -> SamplingParams:
+def _params(body: ChatRequest, constraint: ConstraintSpec | None, tools: ToolUse) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     values = body.sampling() | {"max_tokens": body.max_completion_tokens or body.max_tokens}
+    values["constraint"] = constraint
+    if not tools.skip_special_tokens:
+        values["skip_special_tokens"] = False
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     try:
@@ -122,8 +134,8 @@ def _params(body: ChatRequest) -> SamplingParams:
 class _Answer:
     """The answer to one request, whole or in chunks."""
 
-    def __init__(self, model: Model, body: ChatRequest) -> None:
-        self._body, self._tokenizer = body, model.tokenizer
+    def __init__(self, model: Model, body: ChatRequest, tools: ToolUse) -> None:
+        self._body, self._tokenizer, self._tools = body, model.tokenizer, tools
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -131,32 +143,42 @@ class _Answer:
             "system_fingerprint": model.fingerprint,
         }
 
-    def whole(self, job: Job, outputs: list[Any]) -> dict[str, Any]:
+    def whole(self, job: Job, outputs: list[RequestOutput]) -> dict[str, Any]:
         """All of it."""
-        choices = [
-            {
-                "index": choice.index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-                "logprobs": shapes.chat_logprobs(choice.logprobs, self._tokenizer),
-                "finish_reason": str(choice.finish_reason),
-                "stop_reason": choice.stop_reason,
-            }
-            for choice in outputs[0].choices
-        ]
+        choices = [self._choice(choice) for choice in outputs[0].choices]
         return self._head | {"object": "chat.completion", "choices": choices, "usage": shapes.usage(job)}
+
+    def _choice(self, choice: Completion) -> dict[str, Any]:
+        reader = self._tools.reader()
+        text, calls = reader.feed(choice.text, final=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": shapes.chat_logprobs(choice.logprobs, self._tokenizer),
+            "finish_reason": _reason(choice.finish_reason, reader),
+            "stop_reason": choice.stop_reason,
+        }
 
     async def chunks(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         """The events of a stream."""
-        started: set[int] = set()
+        readers: dict[int, CallReader] = {}
         async for _, delta in job.deltas():
-            if delta.choice not in started:
-                started.add(delta.choice)
+            if delta.choice not in readers:
+                readers[delta.choice] = self._tools.reader()
                 yield self._chunk(delta.choice, {"role": "assistant", "content": "", "refusal": None})
-            if delta.text or delta.logprobs:
+            reader = readers[delta.choice]
+            text, calls = reader.feed(delta.text, final=delta.finish_reason is not None)
+            if text or delta.logprobs:
                 logprobs = shapes.chat_logprobs(delta.logprobs, self._tokenizer)
-                yield self._chunk(delta.choice, {"content": delta.text}, logprobs)
+                yield self._chunk(delta.choice, {"content": text}, logprobs)
+            if calls:
+                yield self._chunk(delta.choice, {"tool_calls": calls})
             if delta.finish_reason is not None:
-                yield self._chunk(delta.choice, {}, None, str(delta.finish_reason), delta.stop_reason)
+                reason = _reason(delta.finish_reason, reader)
+                yield self._chunk(delta.choice, {}, None, reason, delta.stop_reason)
         if self._body.wants_usage:
             yield self._head | {"object": "chat.completion.chunk", "choices": [], "usage": shapes.usage(job)}
 
@@ -168,3 +190,7 @@ class _Answer:
             choice["stop_reason"] = stop
         chunk = self._head | {"object": "chat.completion.chunk", "choices": [choice]}
         return chunk | {"usage": None} if self._body.wants_usage else chunk
+
+
+def _reason(reason: FinishReason, reader: CallReader) -> str:
+    return "tool_calls" if reader.found and reason is FinishReason.STOP else str(reason)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmc.errors import RequestError
+from llmc.runtime.constraints import ConstraintSpec
 from llmc.runtime.output import Completion, RequestOutput
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.server import shapes
@@ -30,12 +31,14 @@ async def completions(request: Request) -> Response:
     models: Models = request.app.state.models
     body = await read(request, models, CompletionRequest)
     model = models.find(body.model)
-    params = _params(body)
+    spec, names = body.constraint()
+    params = _params(body, spec)
     if len(body.prompt) * params.num_choices > MAX_SEQUENCES_OF_A_REQUEST:
         message = f"{len(body.prompt)} prompts with {params.num_choices} choices each are more than"
         raise ApiError(400, f"{message} {MAX_SEQUENCES_OF_A_REQUEST} sequences", param="n")
+    compiled = await models.compile(model, spec, names)
     prompts = await encode_prompts(models, model, body.prompt)
-    options = TicketOptions(streams=bool(body.stream), salt=salt(request, body.cache_salt))
+    options = TicketOptions(streams=bool(body.stream), salt=salt(request, body.cache_salt), constraint=compiled)
     job = models.submit(model, prompts, params, options)
     answer = _Answer(model, body, prompts)
     if not body.stream:
@@ -58,13 +61,14 @@ def _encode(tokenizer: Tokenizer | None, prompt: str | list[int]) -> list[int]:
     return tokenizer.encode(prompt) if tokenizer is not None and isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
 
 
-def _params(body: CompletionRequest) -> SamplingParams:
+def _params(body: CompletionRequest, constraint: ConstraintSpec | None) -> SamplingParams:
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         raise ApiError(400, "choices are ranked at the end; best_of can't be streamed", param="best_of")
     scored = body.logprobs if body.echo else None
     values = body.sampling() | {
         "max_tokens": body.max_tokens,
         "best_of": body.best_of,
+        "constraint": constraint,
         "logprobs": body.logprobs,
         "prompt_logprobs": body.prompt_logprobs if body.prompt_logprobs is not None else scored,
     }

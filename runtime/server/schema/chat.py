@@ -8,6 +8,7 @@ from pydantic import Field
 
 from llmc.runtime.request import INT32_MAX
 from llmc.runtime.server.schema.base import ModelName, SamplingFields, Strict, bounded
+from llmc.runtime.server.schema.constraints import ConstraintFields, Schema
 
 Role = Annotated[str, Field(min_length=1, max_length=64)]
 MAX_MESSAGES = 4096
@@ -59,7 +60,36 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 TemplateVariables = Annotated[dict[Annotated[str, Field(max_length=64)], Any], Field(max_length=32)]
 
 
-class ChatRequest(SamplingFields):
+class Function(Strict):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: Annotated[str, Field(max_length=16384)] | None = None
+    parameters: Schema | None = None
+    strict: bool | None = Field(default=None, description="Accepted, without effect.")
+
+
+class Tool(Strict):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Strict):
+    """Which one."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class NamedTool(Strict):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+class ChatRequest(ConstraintFields, SamplingFields):
     """Answer a chat."""
 
     model: ModelName | None = None
@@ -69,4 +99,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = bounded("logprobs")
     chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None

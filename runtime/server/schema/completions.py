@@ -8,6 +8,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from llmc.runtime.request import INT32_MAX
 from llmc.runtime.server.schema.base import ModelName, SamplingFields, bounded
+from llmc.runtime.server.schema.constraints import ConstraintFields
 from llmc.runtime.server.settings import MAX_SEQUENCES_OF_A_REQUEST
 
 Prompt = str | list[int]
@@ -40,7 +41,7 @@ PROMPT_SCHEMA = {
 }
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(ConstraintFields, SamplingFields):
     """Continue a prompt."""
 
     model: ModelName | None = None

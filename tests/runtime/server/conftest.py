@@ -128,7 +128,7 @@ def served(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> ServerKit:
 @pytest.fixture(scope="session")
 def live(served: ServerKit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with default options that most tests share."""
-    with Live(tmp_path_factory.mktemp("live"), str(served.engine)) as server:
+    with Live(tmp_path_factory.mktemp("live"), str(served.engine), "--tool-parser", "hermes") as server:
         yield server
 
 
