@@ -17,6 +17,7 @@ from llmc.compiler.engine_writer import EngineContents, write_files, write_manif
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
 from llmc.compiler.golden import record_goldens
+from llmc.compiler.lora import linears_of, merge
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
@@ -27,6 +28,7 @@ from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.decisions import plan as plan_quantization
 from llmc.compiler.quantize.imported import Imported, keep_quantized
 from llmc.compiler.quantize.samples import calibration_tokens
+from llmc.compiler.quantize.sites import find_sites
 from llmc.compiler.quantize.spend import check_budget
 from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
@@ -36,6 +38,8 @@ from llmc.compiler.trace import TracedProgram, trace
 from llmc.errors import UsageError
 from llmc.quantization.calibration import CalibrationSettings
 from llmc.runtime import manifest
+from llmc.runtime.adapter_file import read_adapter
+from llmc.runtime.lora import Linears
 from llmc.runtime.manifest import KvCacheSpec, ModelFacts
 
 
@@ -112,7 +116,7 @@ def build_engine(
             compiled = compile_model(checkpoint, config, progress)
             check_disk(compiled.estimate, staging.path)
             progress.step("hashing the model")
-            hashes = inputs.result()
+            hashes = inputs.result() | _adapter_files(config)
         if config.locked is not None:
             locked.check(config.locked, hashes, facts.versions())
         with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization):
@@ -147,7 +151,12 @@ def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) 
     checkpoint = Checkpoint.open(model, allow_hard_links=config.allow_hard_links, dequantize=dequantize)
     for warning in checkpoint.warnings:
         progress.note(warning)
-    return checkpoint
+    return checkpoint if config.lora is None else merge(checkpoint, read_adapter(config.lora))
+
+
+def _adapter_files(config: BuildConfig) -> dict[str, dict[str, Any]]:
+    files = {} if config.lora is None else read_adapter(config.lora).files
+    return {f"lora/{name}": dict(entry) for name, entry in files.items()}
 
 
 def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progress) -> Compiled:
@@ -283,4 +292,15 @@ def _contents(
         generation_config=facts.generation_config(compiled.checkpoint),
         recipe=recipe,
         report=report,
+        linears=_linears(compiled, quantization),
     )
+
+
+def _linears(compiled: Compiled, quantization: Quantized | None) -> Linears:
+    """What the products of the engine are made of, for adapters."""
+    parameters = {name: compiled.checkpoint.weight(name) for name in compiled.checkpoint.names}
+    if quantization is not None:
+        scales = quantization.quantization.scales
+        return linears_of(quantization.quantization.planned.sites, parameters, scales.columns, scales.rows)
+    sites = find_sites(compiled.steps, parameters) if compiled.imported is None else compiled.imported.sites
+    return linears_of(sites, parameters, {}, {})

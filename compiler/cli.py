@@ -44,6 +44,7 @@ QUALITY = (
 @click.option("--max-seq-len", type=click.IntRange(1), help="Tokens of a sequence. [default: the model's, up to 32768]")
 @click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a step.")
 @click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")
+@click.option("--lora", type=click.Path(path_type=Path), help="A LoRA adapter (PEFT) to merge into the weights.")
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
 @quantization_options
 @options(QUALITY)
@@ -198,7 +199,7 @@ def _locked(given: dict[str, Any]) -> BuildConfig:
         if name not in FREE_OF_LOCK and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             option = next((o.opts[-1] for o in context.command.params if o.name == name), name)
             raise UsageError(f"{option}: --locked repeats a build as it was; leave the option away")
-    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links")}
+    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links", "lora")}
     return BuildConfig(**(locked.options_of(given["locked"]) | kept))
 
 

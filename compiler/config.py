@@ -51,6 +51,7 @@ class BuildConfig:
     ``recipe``: a file with all of a quantization, to which the options after it add. ``calib``: a file, ``builtin`` or
     ``self``; ``calib_samples`` 0: as many as the text has, up to 128; ``calib_length`` None: 512, or what the engine
     takes if that is less. ``reuse``: an engine whose quantized weights are taken over if they would come out the same.
+    ``lora``: a LoRA adapter that is merged into the weights first.
     ``locked``: the recipe.json of an engine that has to come out again; see compiler/quantize/locked.py.
     """
 
@@ -74,6 +75,7 @@ class BuildConfig:
     budget: str | None = None
     reuse: Path | None = None
     locked: Path | None = None
+    lora: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))

@@ -17,9 +17,10 @@ from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.staging import Staging
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.errors import CompileError
+from llmc.runtime import lora, plan_file, selftest, strict
 from llmc.runtime import manifest as manifest_file
-from llmc.runtime import plan_file, selftest
 from llmc.runtime.engine import WEIGHTS
+from llmc.runtime.lora import Linears
 from llmc.runtime.manifest import KvCacheSpec, Limits, Manifest, ModelFacts
 from llmc.runtime.plan import Plan
 from llmc.runtime.selftest import Golden
@@ -40,6 +41,7 @@ class EngineContents:
     generation_config: Mapping[str, Any]
     recipe: Mapping[str, Any]
     report: Mapping[str, Any]
+    linears: Linears
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def write_files(staging: Staging, contents: EngineContents, progress: Any) -> No
     staging.write("graph.onnx", contents.graph)
     staging.write("recipe.json", to_json(contents.recipe))
     staging.write("report.json", to_json(contents.report))
+    staging.write(lora.NAME, to_json(strict.dump(contents.linears)))
     staging.write("tokenizer/generation_config.json", to_json(contents.generation_config))
     if contents.tokenizer is not None:
         for name, content in sorted(contents.tokenizer.files.items()):

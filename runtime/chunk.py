@@ -59,6 +59,7 @@ def pack(chunks: list[Chunk]) -> Batch:
         cu_seqlens.append(len(input_ids))
         logit_rows += range(len(input_ids) - chunk.num_logits, len(input_ids))
     slots = [chunk.sequence.state_slot for chunk in chunks]
+    adapters = [chunk.sequence.request.adapter_number for chunk in chunks]
     return Batch(
         input_ids=np.array(input_ids, np.int32),
         position_ids=np.array(position_ids, np.int32),
@@ -67,4 +68,5 @@ def pack(chunks: list[Chunk]) -> Batch:
         num_computed=np.array([chunk.start for chunk in chunks], np.int32),
         block_tables=block_tables,
         state_slots=None if slots[0] is None else np.array(slots, np.int32),
+        adapters=np.array(adapters, np.int32) if max(adapters) >= 0 else None,
     )

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
+
+from llmc.errors import LlmcError
+
+if TYPE_CHECKING:
+    from llmc.runtime.request import Request
 
 POOLINGS = ("last", "mean")
 
@@ -27,3 +34,15 @@ class Pool:
     def result(self) -> NDArray[np.float32] | None:
         """[hidden size]; None as long as there is no row."""
         return None if self._sum is None else (self._sum / self.count).astype(np.float32)
+
+
+def embedding_of(request: Request) -> NDArray[np.float32]:
+    """The embedding of a finished request.
+
+    Raises:
+        LlmcError: it has none; says why.
+    """
+    embedding = request.embedding
+    if embedding is None:
+        raise LlmcError(f"no embedding: {request.sequences[0].error}")
+    return embedding

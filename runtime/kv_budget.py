@@ -1,4 +1,4 @@
-"""How large the KV cache is made."""
+"""How large the KV cache is made, and other limits."""
 
 from __future__ import annotations
 
@@ -43,3 +43,16 @@ def blocks_of_cache(engine: Engine, sequences: int, kv_memory: int | str | None,
             f"MiB, but {available >> 20} MiB are available; set kv_memory, or build with a smaller --max-seq-len"
         )
     return blocks
+
+
+def lowered(name: str, value: int | None, limit: int) -> int:
+    """A limit of the engine, or what somebody wants instead.
+
+    Raises:
+        UsageError: it is more.
+    """
+    if value is None:
+        return limit
+    if not 1 <= value <= limit:
+        raise UsageError(f"{name}: {value} is not in 1 to {limit}, which the engine was built for")
+    return value

@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import EngineError, LlmcError, RequestError, UsageError
+from llmc.errors import EngineError, RequestError, UsageError
 from llmc.runtime import resources
 from llmc.runtime.batch import EmbeddingExecutor, Executor
-from llmc.runtime.embedding import POOLINGS, Pool
-from llmc.runtime.kv_budget import blocks_of_cache
+from llmc.runtime.embedding import POOLINGS, Pool, embedding_of
+from llmc.runtime.kv_budget import blocks_of_cache, lowered
 from llmc.runtime.output import Delta, RequestOutput, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
-from llmc.runtime.request_options import RequestOptions, check_options, check_request, params_for_each, with_constraint
+from llmc.runtime.request_options import (
+    Prompt,
+    RequestOptions,
+    check_options,
+    check_request,
+    params_for_each,
+    prompt_list,
+    with_constraint,
+)
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler, SchedulerConfig
 from llmc.runtime.stream import Stream
@@ -29,7 +37,6 @@ if TYPE_CHECKING:
     from llmc.runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
-Prompt = str | ListOf[int]
 Messages = ListOf[Mapping[str, Any]]
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,6 +60,7 @@ class LLM:
         num_blocks: the same in blocks.
         max_sequences, max_batch_tokens: lower than what the engine was built for, to save memory or shorten steps.
         isa: an instruction set of `llmc.plugins.kernels.isas`. Default: the best.
+        lora: directories of LoRA adapters in PEFT's format, by the names that requests use.
         prefix_cache: find the keys and values of a prompt's beginning that an earlier request has computed, as long as
             their memory is not needed. Changes no result.
         parse_special_in_messages: texts of control tokens in chat messages become those tokens. Off: ordinary text.
@@ -75,6 +83,7 @@ class LLM:
         max_sequences: int | None = None,
         max_batch_tokens: int | None = None,
         isa: str | None = None,
+        lora: Mapping[str, str | Path] | None = None,
         prefix_cache: bool = True,
         parse_special_in_messages: bool = False,
         check: bool = False,
@@ -82,12 +91,15 @@ class LLM:
     ) -> None:
         from llmc.runtime.devices import cpu, make_executor
         from llmc.runtime.engine import load_engine
+        from llmc.runtime.lora import adapters_of, with_adapters
         from llmc.runtime.tokenizer import tokenizer_of
 
         engine = load_engine(engine_dir, expect_digest=expect_digest)
+        if lora:
+            engine = with_adapters(engine, adapters_of(lora))
         limits, facts = engine.limits, engine.model
-        sequences = _lowered("max_sequences", max_sequences, limits.max_sequences)
-        batch_tokens = _lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
+        sequences = lowered("max_sequences", max_sequences, limits.max_sequences)
+        batch_tokens = lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
         config = SchedulerConfig(
             max_seq_len=limits.max_seq_len,
             max_batch_tokens=batch_tokens,
@@ -101,6 +113,7 @@ class LLM:
         )
         tokenizer = tokenizer_of(engine, parse_special_in_messages=parse_special_in_messages)
         self.engine: Engine | None = engine
+        self.adapters = tuple(lora or ())
         self.threads = resources.physical_cores() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {threads} is less than 1")
@@ -125,7 +138,7 @@ class LLM:
     ) -> Self:
         """One around another executor, for tests."""
         self = cls.__new__(cls)
-        self.engine, self.threads = None, 1
+        self.engine, self.threads, self.adapters = None, 1, ()
         self._set_up(executor, config, vocab_size, tokenizer, eos_token_ids, default_max_tokens)
         return self
 
@@ -158,7 +171,7 @@ class LLM:
         Raises:
             RequestError: a prompt or value is out of bounds; nothing is run then.
         """
-        each = _prompts(prompts)
+        each = prompt_list(prompts)
         additions = [
             partial(self.add_request, prompt, p)
             for prompt, p in zip(each, params_for_each(params, len(each)), strict=True)
@@ -186,8 +199,8 @@ class LLM:
             RequestError: a prompt or value is out of bounds; nothing is run then.
             LlmcError: one has failed or was too late.
         """
-        additions = [partial(self.add_embedding, prompt, pooling, **options) for prompt in _prompts(prompts)]
-        return self._run_all(additions, _embedding)
+        additions = [partial(self.add_embedding, prompt, pooling, **options) for prompt in prompt_list(prompts)]
+        return self._run_all(additions, embedding_of)
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None, **options: Any) -> Stream:
         """The continuation of a prompt, or the answer to a chat, as it comes: an iterator of deltas.
@@ -323,7 +336,7 @@ class LLM:
         chat: bool,
         pool: Pool | None = None,
     ) -> int:
-        check_options(options)
+        number = check_options(options, self.adapters)
         check_request(prompt, params, self.vocab_size, self.tokenizer is not None)
         options = with_constraint(options, params, self.tokenizer)
         room = max(0, self.scheduler.config.context - len(prompt))
@@ -331,6 +344,7 @@ class LLM:
         if max_tokens is None:
             max_tokens = room if chat else max(DEFAULT_MAX_TOKENS, params.min_tokens)
         request = Request(self._next_id, prompt, params, max_tokens, self.eos_token_ids, pool=pool, **options)
+        request.adapter_number = number
         self.scheduler.add(request)
         for sequence in request.sequences:
             if self.tokenizer is not None:
@@ -377,24 +391,3 @@ class LLM:
     def _forget(self, request: Request) -> None:
         for sequence in request.sequences:
             self._touched.pop(sequence, None)
-
-
-def _lowered(name: str, value: int | None, limit: int) -> int:
-    if value is None:
-        return limit
-    if not 1 <= value <= limit:
-        raise UsageError(f"{name}: {value} is not in 1 to {limit}, which the engine was built for")
-    return value
-
-
-def _prompts(prompts: Prompt | ListOf[Prompt]) -> ListOf[Prompt]:
-    """A list of prompts, also of a single one."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if single else prompts  # type: ignore[list-item,return-value]
-
-
-def _embedding(request: Request) -> NDArray[np.float32]:
-    embedding = request.embedding
-    if embedding is None:
-        raise LlmcError(f"no embedding: {request.sequences[0].error}")
-    return embedding

@@ -19,6 +19,9 @@ Attribute = bool | int | float | str
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 """The dtypes of values, and the bytes of an element."""
 
+ADAPTER_INPUTS = ("adapters", "row_adapters")
+"""More of them, [T] and [N], in plans that runtime/lora.py has added steps to; -1 is none."""
+
 MAX_DIMS = 8
 """Axes that a value may have (kMaxDims of plugins/csrc/kernel.h)."""
 

@@ -201,6 +201,8 @@ class Request:
     """One for each token of the prompt, None for the first; filled by the scheduler as the prompt is computed."""
     salt: str = ""
     adapter: str | None = None
+    adapter_number: int = -1
+    """Its place among those of the LLM; -1: none."""
     deadline: float | None = None
     pool: Pool | None = None
     constraint: TokenConstraint | None = None

@@ -12,6 +12,8 @@ from llmc.runtime.request import SamplingParams
 if TYPE_CHECKING:
     from llmc.runtime.tokenizer import Tokenizer
 
+Prompt = str | Sequence[int]
+
 
 class RequestOptions(TypedDict, total=False):
     """How a request is treated.
@@ -30,8 +32,8 @@ class RequestOptions(TypedDict, total=False):
     constraint: TokenConstraint | None
 
 
-def check_options(options: RequestOptions) -> None:
-    """Look at each.
+def check_options(options: RequestOptions, adapters: Sequence[str]) -> int:
+    """Look at each; the number of the adapter, -1 for none.
 
     Raises:
         RequestError: one is of the wrong type; names it.
@@ -43,8 +45,11 @@ def check_options(options: RequestOptions) -> None:
         raise RequestError(f"expected seconds of the monotonic clock, found {deadline!r}", "deadline")
     if not isinstance(salt := options.get("salt", ""), str):
         raise RequestError(f"expected a text, found {salt!r}", "salt")
-    if (adapter := options.get("adapter")) is not None:
-        raise RequestError(f"there is no adapter {adapter!r}", "adapter")
+    if (adapter := options.get("adapter")) is None:
+        return -1
+    if adapter not in adapters:
+        raise RequestError(f"there is no adapter {adapter!r}; known: {', '.join(adapters) or 'none'}", "adapter")
+    return adapters.index(adapter)
 
 
 def with_constraint(options: RequestOptions, params: SamplingParams, tokenizer: Tokenizer | None) -> RequestOptions:
@@ -90,3 +95,9 @@ def params_for_each(
     if len(each) != count:
         raise RequestError(f"{len(each)} sets of parameters for {count} prompts", "params")
     return each
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, also of a single one."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if single else prompts  # type: ignore[list-item,return-value]

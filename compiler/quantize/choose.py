@@ -33,6 +33,9 @@ class Scales:
     facts: Mapping[str, dict[str, Any]]
     touched: frozenset[str]
     """Weights that stay floats, but are not those of the checkpoint."""
+    columns: Mapping[str, Factors]
+    """What the columns of weights are multiplied by, and in ``rows`` what their rows are divided by; also of others."""
+    rows: Mapping[str, Factors]
 
 
 def choose_scales(
@@ -76,7 +79,7 @@ class _Choice:
         graph = self._folding.apply() if self._of else self._graph
         quantized = {site.name for site in self._planned.chosen}
         touched = frozenset(self._folding.touched - quantized)
-        return Scales(graph, self._of, self._facts, touched)
+        return Scales(graph, self._of, self._facts, touched, self._folding.columns, self._folding.rows)
 
     def _members(self, x: View, sites: Sequence[Site]) -> list[Site]:
         """The weights that read the same input."""

@@ -95,8 +95,9 @@ class Folding:
             for buffer in {view.buffer for view in step.inputs if view is not None}:
                 self._readers[buffer].append(number)
         self._vectors: dict[tuple[int, int], Factors] = {}
-        self._rows: dict[str, Factors] = {}
-        self._columns: dict[str, Factors] = {}
+        self.rows: dict[str, Factors] = {}
+        """Divisors of the rows of weights, and in ``columns`` factors of their columns, by their names."""
+        self.columns: dict[str, Factors] = {}
         self.touched: set[str] = set()
         """Names of the weights that differ from the checkpoint's, but for the quantized ones."""
 
@@ -119,7 +120,7 @@ class Folding:
         count = self._source(name).shape[0]
         divisors = np.ones(count, np.float32)
         divisors[producer.rows] = scale
-        self._rows[name] = self._rows.get(name, np.ones(count, np.float32)) * divisors
+        self.rows[name] = self.rows.get(name, np.ones(count, np.float32)) * divisors
         if len(step.inputs) > 2 and step.inputs[2] is not None:
             bias = self._vector(producer.step, 2)
             assert bias is not None, "checked above"
@@ -127,14 +128,14 @@ class Folding:
 
     def multiply(self, name: str, scale: Factors) -> None:
         """Multiply the columns of a weight: [K], or [experts, K]."""
-        assert name not in self._columns, f"{name} has one input"
-        self._columns[name] = np.asarray(scale, np.float32)
+        assert name not in self.columns, f"{name} has one input"
+        self.columns[name] = np.asarray(scale, np.float32)
 
     def divide_expert_rows(self, number: int, divisors: Factors) -> None:
         """Divide the rows of gate_up [experts, rows] of a moe step, and its bias."""
         step = self._graph.steps[number]
         assert step.inputs[3] is not None, "moe has gate_up"
-        self._rows[step.inputs[3].buffer.name] = np.asarray(divisors, np.float32)
+        self.rows[step.inputs[3].buffer.name] = np.asarray(divisors, np.float32)
         bias = self._vector(number, 5) if len(step.inputs) > 5 else None
         if bias is not None:
             self._vectors[number, 5] = bias / divisors
@@ -142,10 +143,10 @@ class Folding:
     def apply(self) -> LoweredGraph:
         """The graph with everything that was asked for."""
         made: dict[str, Tensor] = dict(self._graph.weights)
-        for name in sorted({*self._rows, *self._columns}):
+        for name in sorted({*self.rows, *self.columns}):
             weight = self._graph.weights[name]
             assert isinstance(weight, PackedWeight), "a weight of the checkpoint"
-            scaled = Scaled(self._source(name), self._rows.get(name), self._columns.get(name))
+            scaled = Scaled(self._source(name), self.rows.get(name), self.columns.get(name))
             made[name] = replace(weight, source=Cast(scaled, weight.dtype))
             self.touched.add(name)
         steps = list(self._graph.steps)

@@ -62,7 +62,7 @@ Executor::Executor(std::vector<ValueSpec> values, std::vector<StepSpec> steps, s
     if (value.shape.size() != value.strides.size() || value.shape.size() > kMaxDims) {
       fail("value '" + value.name + "' needs as many strides as dimensions, at most 8");
     }
-    const auto bases = static_cast<std::int64_t>(value.storage == Storage::weight ? weights_.size() : 3);
+    const auto bases = static_cast<std::int64_t>(value.storage == Storage::weight ? weights_.size() : 5);
     if (value.base < 0 || (value.storage != Storage::arena && value.base >= bases)) {
       fail("value '" + value.name + "' has no base " + std::to_string(value.base));
     }
@@ -111,6 +111,20 @@ void Executor::check_batch(const Batch& batch, const std::int32_t* logit_rows) c
   }
 }
 
+// Of the batch that was copied. Views of these arrays are resolved after it, whenever their sizes change.
+void Executor::set_adapters(const std::int32_t* adapters) {
+  arrays_.adapters.assign(static_cast<std::size_t>(batch_.tokens), -1);
+  arrays_.row_adapters.assign(static_cast<std::size_t>(batch_.rows), -1);
+  if (adapters == nullptr) return;
+  for (std::int64_t s = 0; s < batch_.sequences; ++s) {
+    std::fill(arrays_.adapters.begin() + batch_.cu_seqlens[s], arrays_.adapters.begin() + batch_.cu_seqlens[s + 1],
+              adapters[s]);
+  }
+  for (std::size_t n = 0; n < arrays_.row_adapters.size(); ++n) {
+    arrays_.row_adapters[n] = arrays_.adapters[static_cast<std::size_t>(arrays_.logit_rows[n])];
+  }
+}
+
 bool Executor::copy_batch(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows) {
   bool moved = batch.tokens != batch_.tokens || batch.rows != batch_.rows;
   batch_ = batch;
@@ -154,7 +168,8 @@ Tensor Executor::resolve(const ValueSpec& value) {
     memory = const_cast<std::byte*>(weight.data);  // kernels only write outputs, which are in the arena
     bytes = static_cast<std::int64_t>(weight.bytes);
   } else {
-    std::vector<std::int32_t>* inputs[] = {&arrays_.input_ids, &arrays_.position_ids, &arrays_.logit_rows};
+    std::vector<std::int32_t>* inputs[] = {&arrays_.input_ids, &arrays_.position_ids, &arrays_.logit_rows,
+                                           &arrays_.adapters, &arrays_.row_adapters};
     auto& input = *inputs[value.base];
     memory = reinterpret_cast<std::byte*>(input.data());
     bytes = static_cast<std::int64_t>(input.size()) * 4;
@@ -184,12 +199,14 @@ void Executor::resolve() {
   }
 }
 
-void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows,
-                   std::int64_t upto) {
+void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto,
+                   const std::int32_t* adapters) {
   const std::unique_lock lock(running_, std::try_to_lock);
   require(lock.owns_lock(), "the executor is already running a batch in another thread");
   check_batch(batch, logit_rows);
-  if (copy_batch(batch, input_ids, logit_rows)) {
+  const bool moved = copy_batch(batch, input_ids, logit_rows);
+  set_adapters(adapters);
+  if (moved) {
     try {
       resolve();
     } catch (...) {

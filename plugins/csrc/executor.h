@@ -18,7 +18,8 @@ struct Size {
 enum class Storage { arena, weight, batch };
 
 // A view of the arena (base: byte offset), of a weight (base: its index), or of a batch input (base: 0 input_ids,
-// 1 position_ids, 2 logit_rows). Strides and offset in elements.
+// 1 position_ids, 2 logit_rows, 3 and 4 the adapter of each token and of each logit row). Strides and offset in
+// elements.
 struct ValueSpec {
   std::string name;
   Storage storage = Storage::arena;
@@ -52,8 +53,10 @@ class Executor {
            std::vector<WeightBuffer> weights, KvMemory kv, int threads, const std::string& isa, bool poison);
 
   // Runs the steps before `upto` on a batch, whose arrays are copied first. With poison, the arena is filled with NaN.
-  // Fails, before anything is written, if the batch contradicts itself or the cache, or a view leaves its memory.
-  void run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto);
+  // adapters [S]: the LoRA adapter of each sequence, -1: none; null: no sequence has one. Fails, before anything is
+  // written, if the batch contradicts itself or the cache, or a view leaves its memory.
+  void run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto,
+           const std::int32_t* adapters = nullptr);
 
   // Goes on with the last batch: the steps from `begin` to before `upto`.
   void resume(std::int64_t begin, std::int64_t upto);
@@ -75,9 +78,11 @@ class Executor {
   // The batch's arrays, kept so that views of them stay valid.
   struct Arrays {
     std::vector<std::int32_t> input_ids, position_ids, logit_rows, cu_seqlens, num_computed, block_tables, state_slots;
+    std::vector<std::int32_t> adapters, row_adapters;
     std::vector<std::uint64_t> tree_mask;
   };
 
+  void set_adapters(const std::int32_t* adapters);
   void check_batch(const Batch& batch, const std::int32_t* logit_rows) const;
   bool copy_batch(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows);
   void resolve();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
@@ -17,7 +18,8 @@ from llmc.runtime import resources
 from llmc.runtime.batch import Batch
 from llmc.runtime.devices.timeline import Timeline
 from llmc.runtime.engine import Engine
-from llmc.runtime.plan import BATCH_INPUTS, Dim, Plan, Storage, Value
+from llmc.runtime.lora import input_factors
+from llmc.runtime.plan import ADAPTER_INPUTS, BATCH_INPUTS, Dim, Plan, Storage, Value
 
 POISON = False
 """Default of CpuExecutor's ``poison``; tests turn it on."""
@@ -72,6 +74,8 @@ class CpuExecutor:
         self.num_blocks = num_blocks
         self._index = {value.name: number for number, value in enumerate(plan.values)}
         self._logits = self._index[plan.logits]
+        self._head = _head(plan)
+        self._engine = engine
         poison = POISON if poison is None else poison
         self._native = self._make(engine, poison)
         if poison:
@@ -95,20 +99,28 @@ class CpuExecutor:
         """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
 
         Raises:
-            KernelError: as step.
+            KernelError: as step; or the plan has no head.
         """
-        self.run(batch, _head(self.plan))
-        rows = self.read(str(self.plan.steps[_head(self.plan)].inputs[0]))
+        if self._head is None:
+            raise KernelError("the plan has no product that makes the logits, and so no embeddings")
+        self.run(batch, self._head)
+        rows = self.read(str(self.plan.steps[self._head].inputs[0]))
+        if (factors := self._head_factors) is not None:  # a calibrated method has folded them into the norm
+            rows *= factors
         if not logits:
             return rows, None
-        self._native.resume(_head(self.plan), len(self.plan.steps))
+        self._native.resume(self._head, len(self.plan.steps))
         return rows, self._native.view(self._logits)
+
+    @functools.cached_property
+    def _head_factors(self) -> NDArray[np.float32] | None:
+        return None if self._head is None else input_factors(self._engine, self.plan.steps[self._head])
 
     def run(self, batch: Batch, upto: int | None = None) -> None:
         """Run the first ``upto`` steps of the plan, by default all."""
         count = len(self.plan.steps) if upto is None else upto
         begin = time.perf_counter_ns()
-        self._native.run(batch.input_ids, batch.logit_rows, kernels.native_batch(batch), count)
+        self._native.run(batch.input_ids, batch.logit_rows, kernels.native_batch(batch), count, batch.adapters)
         if self._observers:
             end, times = time.perf_counter_ns(), self._native.take_times()
             for observer in self._observers:
@@ -181,7 +193,7 @@ class CpuExecutor:
         ]
 
 
-def _head(plan: Plan) -> int:
+def _head(plan: Plan) -> int | None:
     """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
     wanted: str | None = plan.logits
     for number in range(len(plan.steps) - 1, -1, -1):
@@ -190,7 +202,7 @@ def _head(plan: Plan) -> int:
             if step.op in ("linear", "quantized_linear"):
                 return number
             wanted = step.inputs[0]
-    raise EngineError("plan.json: no product with a weight makes the logits")
+    return None
 
 
 def _value(
@@ -200,7 +212,8 @@ def _value(
     if value.storage is Storage.ARENA:
         base = value.base
     else:
-        base = weights[str(value.base)] if value.storage is Storage.WEIGHT else BATCH_INPUTS.index(str(value.base))
+        inputs = (*BATCH_INPUTS, *ADAPTER_INPUTS)
+        base = weights[str(value.base)] if value.storage is Storage.WEIGHT else inputs.index(str(value.base))
     assert isinstance(base, int), f"value {value.name} of the arena has no offset"
     shape, strides = ([_size(dim) for dim in dims] for dims in (value.shape, value.strides))
     return value.name, value.storage.value, base, value.dtype, shape, strides, _size(value.offset)

@@ -20,6 +20,7 @@ from llmc.compiler.gate import QualityRequest, parse_gate
 from llmc.compiler.report.page import render, visible
 from llmc.compiler.report.plots import HEIGHT, WIDTH, bars, strip
 from llmc.runtime.engine import Engine, load_engine
+from llmc.runtime.lora import Linears
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 EVIL = "</td><script>alert(1)</script>\u202e\x00\ud800<img src=x onerror=a()>'\"&{{ 7 * 7 }}"
@@ -78,6 +79,7 @@ def contents(engine: Engine, **changes: Any) -> EngineContents:
         "generation_config": {},
         "recipe": json.loads(engine.read("recipe.json") or b""),
         "report": json.loads(engine.read("report.json") or b""),
+        "linears": Linears({}),
     }
     return EngineContents(**(values | changes))
 

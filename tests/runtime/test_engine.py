@@ -108,7 +108,7 @@ def test_loading_needs_nothing_of_the_compiler(built: Path) -> None:
 
 def file_names() -> list[str]:
     names = ["weights.safetensors", "plan.json", "graph.onnx", "recipe.json", "selftest.safetensors"]
-    return [*names, "report.json", "report.html", "tokenizer/generation_config.json"]
+    return [*names, "report.json", "report.html", "linears.json", "tokenizer/generation_config.json"]
 
 
 def test_the_list_of_files_is_complete(built: Path) -> None:
