@@ -77,3 +77,21 @@ def test_preemption_changes_nothing(engine: Engine) -> None:
         assert result.token_ids == alone.token_ids
         assert result.logprobs == alone.logprobs  # floats, compared exactly
     assert large.scheduler.statistics.preemptions == 0
+
+
+def test_kv_15_the_prefix_cache_changes_nothing(engine: Engine) -> None:
+    """The same prompt again and again with others in between, alone and together, also with quantized keys and values."""
+    prompts = [tokens(0, 70)[:n] + tokens(n, 9) for n in (70, 64, 33, 70)]
+    params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
+
+    def answers(llm: LLM, some: list[list[int]]) -> list[object]:
+        return [(r.token_ids, r.logprobs) for r in llm.generate(some, params)]
+
+    off = LLM(engine.path, threads=1, prefix_cache=False)
+    expected = [answers(off, [prompt])[0] for prompt in prompts]
+    on = LLM(engine.path, threads=2, num_blocks=30, max_batch_tokens=48, check=True)
+    for _ in range(10):
+        assert answers(on, prompts) == expected
+        assert [answers(on, [prompt])[0] for prompt in prompts] == expected
+        answers(on, [tokens(7, 200)])
+    assert on.scheduler.statistics.prefix_hits > 0
