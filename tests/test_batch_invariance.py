@@ -80,7 +80,7 @@ def test_preemption_changes_nothing(engine: Engine) -> None:
 
 
 def test_kv_15_the_prefix_cache_changes_nothing(engine: Engine) -> None:
-    """The same prompt again and again with others in between, alone and together, also with quantized keys and values."""
+    """The same prompt again and again with others in between, alone and together, also of quantized keys."""
     prompts = [tokens(0, 70)[:n] + tokens(n, 9) for n in (70, 64, 33, 70)]
     params = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=3)
 

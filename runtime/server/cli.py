@@ -37,6 +37,9 @@ def settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("engine", type=click.Path(path_type=Path), required=False)
 @click.option("--served-model-name", help="Name of ENGINE for clients. [default: that of the directory]")
 @click.option("--model", "named", multiple=True, metavar="NAME=DIR", help="One more engine. Repeatable.")
+@click.option(
+    "--lora", multiple=True, metavar="NAME=DIR", help="A LoRA adapter (PEFT) of the first engine. Repeatable."
+)
 @settings_options
 @options(RESOURCES)
 @click.option("--parse-special-in-messages", is_flag=True, help="Control tokens in messages are parsed, not text.")
@@ -62,9 +65,11 @@ def serve(
     find_format(None, settings.tool_parser)
     values["prefix_cache"] = not values.pop("no_prefix_cache")
     paths = _paths(engine, served_model_name, named)
+    adapters = _named("--lora", values.pop("lora"), set(paths))
+    first = next(iter(paths.values()))
 
     def load_engine(path: Path) -> LLM:
-        return load(path, **values)
+        return load(path, lora=adapters if path is first else None, **values)
 
     try:
         from llmc.runtime.server.logs import Logs
@@ -95,13 +100,20 @@ def _paths(engine: Path | None, name: str | None, named: tuple[str, ...]) -> dic
         paths[name or engine.resolve().name] = engine
     elif name is not None:
         raise UsageError("--served-model-name is for ENGINE; give others a name with --model NAME=DIR")
-    for entry in named:
-        name, separator, path = entry.partition("=")
-        if not (name and separator and path):
-            raise UsageError(f"--model {entry}: expected NAME=DIR")
-        if name in paths:
-            raise UsageError(f"--model {entry}: the name is taken")
-        paths[name] = Path(path)
+    paths |= _named("--model", named, set(paths))
     if not paths:
         raise UsageError("say what to serve: ENGINE, or --model NAME=DIR")
+    return paths
+
+
+def _named(option: str, entries: tuple[str, ...], taken: set[str]) -> dict[str, Path]:
+    """Directories by name."""
+    paths: dict[str, Path] = {}
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not (name and separator and path):
+            raise UsageError(f"{option} {entry}: expected NAME=DIR")
+        if name in paths or name in taken:
+            raise UsageError(f"{option} {entry}: the name is taken")
+        paths[name] = Path(path)
     return paths

@@ -159,9 +159,14 @@ class EngineLoop:
     def _queue(self, ticket: Ticket) -> int:
         options = ticket.options
         if options.pooling is not None:
-            return self.llm.add_embedding(ticket.prompt, options.pooling, salt=options.salt)
+            return self.llm.add_embedding(ticket.prompt, options.pooling, salt=options.salt, adapter=options.adapter)
         return self.llm.add_request(
-            ticket.prompt, ticket.params, chat=options.chat, salt=options.salt, constraint=options.constraint
+            ticket.prompt,
+            ticket.params,
+            chat=options.chat,
+            salt=options.salt,
+            adapter=options.adapter,
+            constraint=options.constraint,
         )
 
     def _abort(self, ticket: Ticket) -> None:

@@ -27,12 +27,13 @@ SHOWN = ("the model computed logits that are not finite", "no token is allowed")
 class TicketOptions:
     """``salt``: who shares the prefix cache. ``pooling``: an embedding is wanted, not a text.
 
-    ``constraint``: that of the parameters, compiled.
+    ``adapter``: that of the model, by name. ``constraint``: that of the parameters, compiled.
     """
 
     chat: bool = False
     streams: bool = False
     salt: str = ""
+    adapter: str | None = None
     pooling: str | None = None
     constraint: TokenConstraint | None = None
 

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,11 +36,16 @@ log = logging.getLogger("llmc.serve")
 
 @dataclass(eq=False)
 class Model:
-    """A name, the engine directory behind it, and the thread that runs it, once it is loaded."""
+    """A name, the engine directory behind it, and the thread that runs it, once it is loaded.
+
+    ``adapter``: this is model ``base`` with that LoRA adapter.
+    """
 
     name: str
     path: Path
     engine: EngineLoop | None = None
+    base: Model | None = None
+    adapter: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -50,11 +55,18 @@ class Model:
         Raises:
             ApiError: 503, it is still being loaded.
         """
-        if self.engine is None:
+        engine = (self.base or self).engine
+        if engine is None:
             raise unavailable("the model is being loaded", "model_loading")
-        if self.engine.failed:
+        if engine.failed:
             raise ApiError(503, "the engine has failed", code="engine_failed")
-        return self.engine
+        return engine
+
+    @property
+    def adapted(self) -> list[Model]:
+        """This model with each of its adapters, under their names."""
+        names = () if self.engine is None else self.engine.llm.adapters
+        return [Model(name, self.path, None, self, name, self.created) for name in names]
 
     @property
     def llm(self) -> LLM:
@@ -86,7 +98,9 @@ class Model:
     def summary(self) -> dict[str, Any]:
         """As /v1/models lists it."""
         result = {"id": self.name, "object": "model", "created": self.created, "owned_by": "llmc"}
-        return result if self.engine is None else result | {"max_model_len": self.context}
+        if self.base is not None:
+            result["parent"] = self.base.name
+        return result if (self.base or self).engine is None else result | {"max_model_len": self.context}
 
 
 class Models:
@@ -118,11 +132,17 @@ class Models:
         Raises:
             ApiError: 404.
         """
-        model = next(iter(self.all.values())) if name is None else self.all.get(name)
+        named = {model.name: model for model in self.listed}
+        model = self.listed[0] if name is None else named.get(name)
         if model is None:
-            known = ", ".join(self.all)
+            known = ", ".join(named)
             raise ApiError(404, f"there is no such model; known: {known}", param="model", code="model_not_found")
         return model
+
+    @property
+    def listed(self) -> list[Model]:
+        """All models, then those with adapters."""
+        return [*self.all.values(), *(adapted for model in self.all.values() for adapted in model.adapted)]
 
     @property
     def ready(self) -> bool:
@@ -188,7 +208,7 @@ class Models:
             ApiError: 429 or 503.
         """
         now = asyncio.get_running_loop().time()
-        engine = model.running
+        engine, options = model.running, replace(options, adapter=model.adapter)
         job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + self.settings.request_timeout)
         job.tickets += [Ticket(job, i, prompt, params, options) for i, prompt in enumerate(prompts)]
         engine.submit(job)

@@ -12,7 +12,7 @@ from llmc.runtime.server.models import Models
 async def list_models(request: Request) -> Response:
     """All models."""
     models: Models = request.app.state.models
-    return JsonResponse({"object": "list", "data": [model.summary() for model in models.all.values()]})
+    return JsonResponse({"object": "list", "data": [model.summary() for model in models.listed]})
 
 
 async def get_model(request: Request) -> Response:

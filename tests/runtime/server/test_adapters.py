@@ -1,0 +1,57 @@
+"""Adapters are models of their own to a client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from llmc.__main__ import cli
+from llmc.errors import UsageError
+
+
+def write_adapter(folder: Path, model: Path, after: int, following: int) -> Path:
+    """One that lets a token follow another one in the script model."""
+    rows = load_file(next(model.glob("*.safetensors")))["model.embed_tokens.weight"]
+    b = np.zeros((len(rows), 1), np.float32)
+    b[following] = 10
+    folder.mkdir()
+    tensors = {"lora_A.weight": rows[after : after + 1].copy(), "lora_B.weight": b}
+    save_file({f"base_model.model.lm_head.{k}": v for k, v in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    return folder
+
+
+def test_the_model_names_the_adapter(kit: Any, served: Any, start: Any, tmp_path: Path) -> None:
+    (m, u) = kit.ids("mu")
+    adapter = write_adapter(tmp_path / "adapter", served.engine.parent / "model", m, u)
+    with start("--lora", f"other={adapter}") as server:
+        client = server.openai()
+        assert [model.id for model in client.models.list()] == ["script", "other"]
+        answers = {
+            name: client.completions.create(model=name, prompt="m", temperature=0, max_tokens=2).choices[0].text
+            for name in ("script", "other", "script")
+        }
+        assert answers == {"script": "no", "other": "uv"}
+        messages: list[Any] = [{"role": "user", "content": "m"}]
+        chat = client.chat.completions.create(model="other", messages=messages, max_tokens=2, temperature=0)
+        assert (chat.model, chat.choices[0].message.content) == ("other", "uv")
+        assert client.models.retrieve("other").model_extra["parent"] == "script"
+        with pytest.raises(openai.NotFoundError, match="known: script, other"):
+            client.completions.create(model="third", prompt="m")
+
+
+def test_names_of_adapters() -> None:
+    for arguments, message in (
+        (["--lora", "x"], "--lora x: expected NAME=DIR"),
+        (["--lora", "e=y"], "--lora e=y: the name is taken"),
+    ):
+        result = CliRunner().invoke(cli, ["serve", "some/e", *arguments])
+        assert isinstance(result.exception, UsageError)
+        assert message in str(result.exception)
