@@ -73,7 +73,7 @@ class Op:
     def plan_samples(self, rng: Any) -> Iterator[Sample]:
         """``samples``, and those of the forms that only plans have."""
         yield from self.samples(rng)
-        if self.stored_attributes:
+        if self.stored_inputs:
             yield from self._module.stored_samples(rng)
 
     @cached_property

@@ -13,6 +13,7 @@ OP = Op(
         "chunk": int,
         "softcap": float,
     },
+    stored_inputs=("key_center?", "key_scale?", "value_center?", "value_scale?"),
     rtol=1e-5,
     atol=1e-5,
 )
@@ -28,4 +29,9 @@ softcap * tanh(score / softcap) if softcap > 0. It counts if j <= i, and i - j <
 i // chunk == j // chunk if chunk > 0. ``sinks`` [H] are one more logit for each head, without a value. Under a tree
 mask the rows of a sequence see its cached tokens and, among the new rows, their ancestors and themselves; i is then the
 number of cached tokens plus the number of ancestors.
+
+``key_center`` and ``key_scale`` [Hkv, Dk], ``value_center`` and ``value_scale`` [Hkv, Dv] change nothing of that but
+what is rounded: the cache holds (k - key_center) * key_scale, and the same of v. All ops on a slot have the same ones.
+Scores then lack scale * q.key_center, the same for all positions, so that only softcaps and sinks have to know of it;
+weights add up to 1 (less the sink's), so value_center comes back at the end.
 """

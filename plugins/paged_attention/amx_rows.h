@@ -94,7 +94,7 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
 template <class T>
 class AmxRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_, Base::rotating_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_;
 
  public:
   static constexpr std::int64_t kMostRows = 192;
@@ -113,11 +113,6 @@ class AmxRows : public JobRows<T> {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       std::memset(q_ + row * depth_, 0, static_cast<std::size_t>(depth_) * sizeof(bf16));
-      if constexpr (kRotated<T>) {
-        copy_row(query, stride, step_.key_dim, rotating_);
-        rotate(rotating_, step_.key_dim, rotating_ + this->padded(step_.key_dim));
-        query = rotating_, stride = 1;
-      }
       convert_row(query, stride, step_.key_dim, q_ + row * depth_);
     });
     if (!this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;

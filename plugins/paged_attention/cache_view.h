@@ -142,6 +142,36 @@ LLMC_INLINE void copy_row(const float* x, std::int64_t stride, std::int64_t n, f
   }
 }
 
+// Keys or values of a kv head are stored as (x - center) * scale, dim by dim; null: as if 0 and 1.
+struct Shift {
+  const float *center = nullptr, *scale = nullptr;
+
+  Shift() = default;
+  Shift(const Context& context, std::size_t input, std::int64_t kv_head) {
+    const auto row = [&](std::size_t i) -> const float* {
+      if (i >= context.in.size() || !context.in[i]) return nullptr;
+      return context.in[i].as<const float>() + kv_head * context.in[i].stride[0];
+    };
+    center = row(input);
+    scale = row(input + 1);
+  }
+  explicit operator bool() const { return center != nullptr || scale != nullptr; }
+};
+
+// Of inputs 5 to 8, key_center, key_scale, value_center and value_scale.
+constexpr std::size_t kKeyShift = 5, kValueShift = 7;
+
+// What is stored of a row, in place.
+LLMC_INLINE void apply(const Shift& shift, float* x, std::int64_t n) {
+  for (std::int64_t i = 0; shift && i < n; i += kLanes) {
+    const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, n - i));
+    f32x16 v = load(x + i, lanes);
+    if (shift.center != nullptr) v = v - load(shift.center + i, lanes);
+    if (shift.scale != nullptr) v = v * load(shift.scale + i, lanes);
+    store(x + i, v, lanes);
+  }
+}
+
 // Rows of a page of keys that hold a number of each position, and bytes of it.
 template <class T>
 struct KeyRows {
@@ -210,9 +240,14 @@ struct RowBuffer {
 
 // Stores a key in lane `lane` of its page.
 template <class T>
-void store_key(const CacheView<T>& cache, const float* x, std::int64_t stride, T* page, int lane,
+void store_key(const CacheView<T>& cache, const float* x, std::int64_t stride, const Shift& shift, T* page, int lane,
                const RowBuffer& buffer) {
   const std::int64_t dims = cache.key_dim;
+  if (kQuantized<T> || shift) {
+    convert_row(x, stride, dims, buffer.numbers);
+    apply(shift, buffer.numbers, dims);
+    x = buffer.numbers, stride = 1;
+  }
   if constexpr (!kQuantized<T>) {
     T* key = reinterpret_cast<T*>(buffer.codes);
     convert_row(x, stride, dims, key);
@@ -220,7 +255,6 @@ void store_key(const CacheView<T>& cache, const float* x, std::int64_t stride, T
     return;
   }
   auto* codes = reinterpret_cast<std::uint8_t*>(buffer.codes);
-  convert_row(x, stride, dims, buffer.numbers);
   if constexpr (kRotated<T>) rotate(buffer.numbers, dims, reinterpret_cast<float*>(buffer.codes));
   if constexpr (kScaled<T>) {
     CacheView<T>::template scales_of<float>(page, cache.key_page)[lane] = encode_row<T>(buffer.numbers, dims, codes);
@@ -247,9 +281,14 @@ void store_key(const CacheView<T>& cache, const float* x, std::int64_t stride, T
 
 // Stores a value as number `lane` of its page.
 template <class T>
-void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride, T* page, int lane,
+void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride, const Shift& shift, T* page, int lane,
                  const RowBuffer& buffer) {
   const std::int64_t dims = cache.value_dim;
+  if (kQuantized<T> || shift) {
+    convert_row(x, stride, dims, buffer.numbers);
+    apply(shift, buffer.numbers, dims);
+    x = buffer.numbers, stride = 1;
+  }
   if constexpr (!kQuantized<T>) {
     T* value = reinterpret_cast<T*>(buffer.codes);
     convert_row(x, stride, dims, value);
@@ -257,7 +296,6 @@ void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride,
     return;
   }
   auto* codes = reinterpret_cast<std::uint8_t*>(buffer.codes);
-  convert_row(x, stride, dims, buffer.numbers);
   if constexpr (kRotatesValues<T>) rotate(buffer.numbers, dims, reinterpret_cast<float*>(buffer.codes));
   if constexpr (kScaled<T>) {
     CacheView<T>::template scales_of<float>(page, cache.value_page)[lane] = encode_row<T>(buffer.numbers, dims, codes);
@@ -281,8 +319,10 @@ void store_value(const CacheView<T>& cache, const float* x, std::int64_t stride,
 
 // Writes the new rows begin .. end - 1 of the step's k and v to the cache.
 template <class T>
-void write_rows(const CacheView<T>& cache, const Batch& batch, const Tensor& k, const Tensor& v, std::int64_t begin,
-                std::int64_t end, const RowBuffer& buffer) {
+void write_rows(const CacheView<T>& cache, const Context& context, std::int64_t begin, std::int64_t end,
+                const RowBuffer& buffer) {
+  const Batch& batch = context.batch;
+  const Tensor &k = context.in[1], &v = context.in[2];
   std::int64_t s =
       std::upper_bound(batch.cu_seqlens, batch.cu_seqlens + batch.sequences + 1, begin) - batch.cu_seqlens - 1;
   for (std::int64_t row = begin; row < end; ++s) {
@@ -293,9 +333,9 @@ void write_rows(const CacheView<T>& cache, const Batch& batch, const Tensor& k, 
       for (std::int64_t h = 0; h < cache.kv_heads; ++h) {
         const std::int64_t page = cache.page_index(sequence, h, position / kLanes);
         store_key(cache, k.as<const float>() + row * k.stride[0] + h * k.stride[1], k.stride[2],
-                  cache.key_page_at(page), lane, buffer);
+                  Shift(context, kKeyShift, h), cache.key_page_at(page), lane, buffer);
         store_value(cache, v.as<const float>() + row * v.stride[0] + h * v.stride[1], v.stride[2],
-                    cache.value_page_at(page), lane, buffer);
+                    Shift(context, kValueShift, h), cache.value_page_at(page), lane, buffer);
       }
     }
   }

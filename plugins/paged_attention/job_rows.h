@@ -29,7 +29,8 @@ class JobRows {
         seen_(take_seen(sizes.rows)),
         ranges_(take<Range>(sizes.tokens)),
         parts_(take<TilePart>(sizes.tokens)),
-        rotating_(kRotated<T> ? take<float>(2 * std::max(step.width, padded(step.key_dim))) : nullptr),
+        turning_(take<float>(2 * std::max(step.width, padded(step.key_dim)))),
+        shifts_(take<float>(sizes.rows)),
         branch_keys_(take_branch(sizes.branch_rows, cache_.key_page)),
         branch_values_(take_branch(sizes.branch_rows, cache_.value_page)) {}
 
@@ -98,15 +99,24 @@ class JobRows {
     return {seen.largest + row, seen.sum + row, seen.values + row * step_.width};
   }
 
-  // The query of a row of the job.
+  // The query of a row of the job, as it meets the keys that are stored.
   template <class F>
-  void for_each_query(const Job& job, F&& f) const {
+  void for_each_query(const Job& job, F&& f) {
     const Tensor& q = step_.context.in[0];
+    const Shift shift(step_.context, kKeyShift, kv_head_);
+    value_shift_ = Shift(step_.context, kValueShift, kv_head_);
     std::int64_t row = 0;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       const std::int64_t token = sequence_.first_row + job.first_token + t;
       for (std::int64_t g = 0; g < step_.group; ++g, ++row) {
-        f(row, q.as<const float>() + token * q.stride[0] + (kv_head_ * step_.group + g) * q.stride[1], q.stride[2]);
+        const float* query = q.as<const float>() + token * q.stride[0] + (kv_head_ * step_.group + g) * q.stride[1];
+        shifts_[row] = shift_of(query, q.stride[2], shift);
+        if (kRotated<T> || shift.scale != nullptr) {
+          turn_query(query, q.stride[2], shift);
+          f(row, turning_, 1);
+        } else {
+          f(row, query, q.stride[2]);
+        }
       }
     }
   }
@@ -122,7 +132,7 @@ class JobRows {
       std::int64_t end = (t + 1) * group;
       while (whole(t) && end < std::min(row + 4, last) && whole(end / group)) end += group;
       const std::int64_t alike = std::min(end, last) - row;
-      const Logit logit = logit_of(row % group);
+      const Logit logit = logit_of(row);
       const int count = logit.plain() ? static_cast<int>(std::min<std::int64_t>(alike, 4)) : 1;
       f(row, count, parts_[t], logit, static_cast<float>(tile_start_ - (ranges_[t].end - 1)));
       row += count;
@@ -149,27 +159,33 @@ class JobRows {
     const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
     for (std::int64_t row = 0; row < rows_; ++row) {
       const std::int64_t head = kv_head_ * step_.group + row % step_.group;
-      float sum = seen_.sum[row], factor = 1;
+      float sum = seen_.sum[row], factor = 1, share = 1;
       if (sinks) {
-        const float sink = sinks.as<const float>()[head * sinks.stride[0]] * kLog2e;
+        const float shift = step_.logit.softcap == 0 ? shifts_[row] : 0;  // with a softcap the logits have it
+        const float sink = (sinks.as<const float>()[head * sinks.stride[0]] - shift) * kLog2e;
         const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
         alignas(64) float weight[16] = {seen_.largest[row] - largest, sink - largest};
         store(weight, power_of_two(load(weight)));
+        const float seen = sum * weight[0];
         sum = sum * weight[0] + weight[1];
         factor = weight[0];
+        share = seen / sum;
       }
       factor /= sum;
       const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
       float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
       const float* values = seen_.values + row * step_.width;
       if constexpr (kRotatesValues<T>) {
-        std::copy_n(values, step_.value_dim, rotating_);
-        rotate(rotating_, step_.value_dim, rotating_ + step_.width);
-        values = rotating_;
+        std::copy_n(values, step_.value_dim, turning_);
+        rotate(turning_, step_.value_dim, turning_ + step_.width);
+        values = turning_;
       }
       for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
         const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
-        store(out + d, load(values + d) * factor, lanes);
+        f32x16 x = load(values + d) * factor;
+        if (value_shift_.scale != nullptr) x = x / load(value_shift_.scale + d, lanes);
+        if (value_shift_.center != nullptr) x = fmadd(load(value_shift_.center + d, lanes), broadcast(share), x);
+        store(out + d, x, lanes);
       }
     }
   }
@@ -190,12 +206,29 @@ class JobRows {
     return any;
   }
 
-  Logit logit_of(std::int64_t head_in_group) const {
+  Logit logit_of(std::int64_t row) const {
     Logit logit = step_.logit;
     if (const Tensor& slopes = step_.context.in[4]; slopes) {
-      logit.slope = slopes.as<const float>()[(kv_head_ * step_.group + head_in_group) * slopes.stride[0]];
+      logit.slope = slopes.as<const float>()[(kv_head_ * step_.group + row % step_.group) * slopes.stride[0]];
     }
+    logit.shift = shifts_[row];
     return logit;
+  }
+
+  // What the logits of a query lack where its keys are stored without their center: the softmax does not see it, but
+  // softcaps and sinks do.
+  float shift_of(const float* query, std::int64_t stride, const Shift& shift) const {
+    float sum = 0;
+    if (shift.center == nullptr || (step_.logit.softcap == 0 && !step_.context.in[3])) return sum;
+    for (std::int64_t d = 0; d < step_.key_dim; ++d) sum += query[d * stride] * shift.center[d];
+    return sum * step_.logit.scale;
+  }
+
+  void turn_query(const float* query, std::int64_t stride, const Shift& shift) {
+    const std::int64_t dims = step_.key_dim;
+    copy_row(query, stride, dims, turning_);
+    for (std::int64_t d = 0; shift.scale != nullptr && d < dims; ++d) turning_[d] /= shift.scale[d];
+    if constexpr (kRotated<T>) rotate(turning_, dims, turning_ + padded(dims));
   }
 
   // Copies the row's ancestors to the positions that they will have if the branch is accepted, so that the row sees the
@@ -233,7 +266,9 @@ class JobRows {
   Split* split_ = nullptr;
   Range* ranges_;    // of the job's tokens
   TilePart* parts_;  // of the same in the current tile
-  float* rotating_;  // room to rotate a query or a result in
+  float* turning_;   // room to rotate a query or a result in
+  float* shifts_;    // of the rows: what their logits lack
+  Shift value_shift_;
   std::byte *branch_keys_, *branch_values_;
   Sequence sequence_{};
   std::int64_t kv_head_ = 0, tokens_ = 0, rows_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;

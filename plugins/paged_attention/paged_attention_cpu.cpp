@@ -54,7 +54,8 @@ class PagedAttention : public Kernel {
 
  private:
   const KvSlot& check(const Context& context) const {
-    require(context.in.size() == 5 && context.out.size() == 1, "expected q, k, v, sinks?, slopes? -> y");
+    require(context.in.size() >= 5 && context.in.size() <= 9 && context.out.size() == 1,
+            "expected q, k, v, sinks?, slopes?, key_center?, key_scale?, value_center?, value_scale? -> y");
     require(slot_ >= 0 && slot_ < static_cast<std::int64_t>(context.kv.slots.size()), "no such slot");
     const KvSlot& slot = context.kv.slots[static_cast<std::size_t>(slot_)];
     const Tensor &q = context.in[0], &k = context.in[1], &v = context.in[2], &y = context.out[0];
@@ -74,6 +75,13 @@ class PagedAttention : public Kernel {
       if (!*x) continue;
       require(x->dtype == DType::f32 && x->ndim == 1 && x->shape[0] == q.shape[1],
               "sinks and slopes must be float32 [heads]");
+    }
+    for (std::size_t i = 5; i < context.in.size(); ++i) {
+      const Tensor& x = context.in[i];
+      const std::int64_t dims = i < kValueShift ? slot.key_dim : slot.value_dim;
+      require(!x || (x.dtype == DType::f32 && x.ndim == 2 && x.shape[0] == slot.kv_heads && x.shape[1] == dims &&
+                     (dims == 1 || x.stride[1] == 1)),
+              "centers and scales must be float32 [kv_heads, dim], contiguous in dim");
     }
     require(context.kv.block_size % kLanes == 0, "the block size must be a multiple of 16");
     return slot;
@@ -124,7 +132,7 @@ class PagedAttention : public Kernel {
     std::byte* buffers = context.scratch.array<std::byte>(context.pool.size() * bytes);
     const auto range = [&](std::int64_t begin, std::int64_t end, int thread) {
       const RowBuffer buffer(buffers + thread * bytes, dims);
-      write_rows(cache, context.batch, context.in[1], context.in[2], begin, end, buffer);
+      write_rows(cache, context, begin, end, buffer);
     };
     const std::int64_t rows = context.batch.tokens;
     if (rows * slot.kv_heads * (slot.key_dim + slot.value_dim) < kAlone / 4) {

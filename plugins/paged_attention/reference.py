@@ -16,7 +16,7 @@ def reference(
     v: Tensor,
     sinks: Tensor | None,
     slopes: Tensor | None,
-    *,
+    *stored: Tensor | None,
     slot: int,
     write: bool,
     scale: float,
@@ -24,7 +24,10 @@ def reference(
     chunk: int,
     softcap: float,
 ) -> Tensor:
-    """One sequence of the current step after the other, each over its whole past."""
+    """One sequence of the current step after the other, each over its whole past.
+
+    ``stored``, what the cache holds keys and values without, changes nothing where nothing is rounded.
+    """
     step = current_step() or Step(rows=(("only", q.shape[0]),))
     alone = current_step() is None
     out = []
@@ -121,6 +124,23 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
                 yield _sample(rng, lengths, shape, plain | extra, sinks=number % 2 == 1, slopes=number % 3 == 2)
     yield _tree_sample(rng, plain)
     yield _tree_sample(rng, plain | {"window": 6})
+
+
+def stored_samples(rng: np.random.Generator) -> Iterator[Sample]:
+    """Centers and scales, all of them and some, where the softmax sees none of it, and with softcaps and sinks."""
+    plain: dict[str, object] = {"slot": 0, "write": True, "scale": 0.25, "window": 0, "chunk": 0, "softcap": 0.0}
+    lengths = ((0, 5), (33, 7), (300, 1), (130, 19))
+    for number, shape in enumerate(((4, 4, 16, 16), (6, 2, 24, 40), (9, 3, 64, 64), (2, 1, 7, 5))):
+        for softcap in (0.0, 3.0):
+            sinks, slopes = number % 2 == 1, number == 2
+            sample = _sample(rng, lengths, shape, plain | {"softcap": softcap}, sinks=sinks, slopes=slopes)
+            sizes = [(shape[1], dim) for dim in shape[2:]]
+            keys, values = (
+                (rng.standard_normal(size, np.float32), 2 ** rng.uniform(-1, 1, size).astype(np.float32))
+                for size in sizes
+            )
+            for stored in ((*keys, *values), (keys[0], None, values[0], None), (None, keys[1]), (None,) * 3):
+                yield Sample((*sample.inputs, *stored), sample.attributes, sample.context)
 
 
 def _sample(

@@ -35,7 +35,6 @@ class VectorRows : public JobRows<T> {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       copy_row(query, stride, step_.key_dim, q_ + row * step_.key_dim);
-      if constexpr (kRotated<T>) rotate(q_ + row * step_.key_dim, step_.key_dim, this->rotating_);
     });
     if (this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
   }

@@ -32,6 +32,7 @@ LLMC_INLINE f32x16 power_of_two(f32x16 x) {
 // How a score becomes a logit. All that is kept of logits is in units of log(2).
 struct Logit {
   float scale, softcap, slope;  // softcap and slope: 0 if there is none
+  float shift = 0;              // of a row, added to its scores * scale; only where there is a softcap
   bool plain() const { return softcap == 0 && slope == 0 && scale > 0; }
 };
 
@@ -48,7 +49,7 @@ LLMC_INLINE f32x16 logit_of_scores(f32x16 scores, const Logit& logit, float dist
   alignas(64) static constexpr float kIndex[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32x16 x = scores * logit.scale;
   if (logit.slope != 0) x = x + (load(kIndex) + distance) * logit.slope;
-  if (logit.softcap != 0) x = tanh(x * (1.0f / logit.softcap)) * logit.softcap;
+  if (logit.softcap != 0) x = tanh((x + broadcast(logit.shift)) * (1.0f / logit.softcap)) * logit.softcap;
   return x * kLog2e;
 }
 

@@ -166,9 +166,16 @@ def _paged(sample: Sample) -> tuple[Batch, kernels.Kv]:
         tables[number, : needed[number]] = [next(ids) for _ in range(needed[number])]
         for position in range(past[number]):
             block, slot = tables[number, position // BLOCK], position % BLOCK
-            keys[block, :, slot // 16, :, slot % 16] = step.cache[0, name][0][position]
-            values[block, :, slot] = step.cache[0, name][1][position]
+            keys[block, :, slot // 16, :, slot % 16] = _as_stored(step.cache[0, name][0][position], sample.inputs[5:7])
+            values[block, :, slot] = _as_stored(step.cache[0, name][1][position], sample.inputs[7:9])
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     positions = np.concatenate([np.arange(p, p + r) for p, r in zip(past, rows, strict=True)]).astype(np.int32)
     empty = np.zeros(0, np.int32)
     return Batch(empty, positions, empty, starts, np.array(past, np.int32), tables, step.tree_mask), kv
+
+
+def _as_stored(x: np.ndarray, shift: Sequence[np.ndarray | None]) -> np.ndarray:
+    """What the cache holds of keys or values: without their center, times their scale."""
+    center, scale = (*shift, None, None)[:2]
+    x = x if center is None else x - center
+    return x if scale is None else x * scale
