@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmc.compiler.lora import linears_of, merge
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
-from llmc.compiler.quantize import locked
+from llmc.compiler.quantize import kv_cache, locked
 from llmc.compiler.quantize.build import Result as Quantized
 from llmc.compiler.quantize.build import predicted, quantized
 from llmc.compiler.quantize.decisions import Planned
@@ -36,7 +37,7 @@ from llmc.compiler.targets.base import Target, find_target
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.compiler.trace import TracedProgram, trace
 from llmc.errors import UsageError
-from llmc.quantization.calibration import CalibrationSettings
+from llmc.quantization.calibration import BUILT_IN, SELF, Calibration, CalibrationSettings
 from llmc.runtime import manifest
 from llmc.runtime.adapter_file import read_adapter
 from llmc.runtime.lora import Linears
@@ -61,6 +62,9 @@ class Compiled:
 
     imported: Imported | None = None
     """Weights that the checkpoint stores quantized."""
+
+    centred: kv_cache.Centred | None = None
+    """What a quantized cache holds keys and values without; ``steps`` have it."""
 
     @property
     def estimate(self) -> Estimate:
@@ -119,7 +123,8 @@ def build_engine(
             hashes = inputs.result() | _adapter_files(config)
         if config.locked is not None:
             locked.check(config.locked, hashes, facts.versions())
-        with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization):
+        with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization, text):
+            compiled = _with_kv_constants(compiled, config, tokenizer, text, staging.path, progress)
             contents = _contents(compiled, config, tokenizer, hashes, quantization)
             if wanted is not None:
                 contents = replace(contents, recipe={**contents.recipe, "quality": wanted.recipe()})
@@ -193,7 +198,8 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
             raise UsageError("recipe: max_ppl_increase is not supported by this version; give a budget, and --gate")
         if recipe.budget is not None:
             check_budget(planned)
-        if not planned.needs_calibration and recipe.calibration != CalibrationSettings():
+        unused = not planned.needs_calibration and not kv_cache.is_centred(kv_dtype)
+        if unused and recipe.calibration != CalibrationSettings():
             progress.note("the text for calibration is not looked at: what is quantized here needs none")
     else:
         imported = keep_quantized(steps, parameters, config.compute)
@@ -233,17 +239,27 @@ def _quantized(
     engine: Path,
     inputs: Mapping[str, Any],
     progress: Progress,
-) -> Iterator[tuple[Compiled, Quantized | None]]:
-    """The model with the weights quantized, if that is asked for; while the context is open they can be read."""
-    recipe = config.quantization_recipe
-    if compiled.planned is None or recipe is None:
-        yield compiled, None
-        return
+) -> Iterator[tuple[Compiled, Quantized | None, Callable[[], Calibration]]]:
+    """The model with the weights quantized, if that is asked for; while the context is open they can be read.
+
+    Gives the tokens for calibration besides, which are made when they are first asked for.
+    """
 
     def unquantized() -> EngineContents:
         lowered = plan_steps(compiled.steps, compiled.target, compiled.limits)
         return _contents(replace(compiled, lowered=lowered, planned=None), config, tokenizer, inputs, None)
 
+    @cache
+    def text() -> Calibration:
+        settings = config.calibration
+        if settings.source == SELF and (compiled.planned is None or not compiled.planned.needs_calibration):
+            settings = replace(settings, samples=settings.samples or kv_cache.SAMPLES)
+        return calibration_tokens(settings, config, compiled, tokenizer, unquantized, engine, progress)
+
+    recipe = config.quantization_recipe
+    if compiled.planned is None or recipe is None:
+        yield compiled, None, text
+        return
     with quantized(
         compiled.planned,
         recipe,
@@ -251,15 +267,35 @@ def _quantized(
         dtype=compiled.dtype,
         inputs=inputs,
         notes=compiled.program.notes,
-        calibration=lambda: calibration_tokens(
-            recipe.calibration, config, compiled, tokenizer, unquantized, engine, progress
-        ),
+        calibration=text,
         engines=[path for path in (config.reuse, engine) if path is not None and (path / manifest.NAME).exists()],
         locked=None if config.locked is None else locked.section_of(config.locked),
         progress=progress,
     ) as result:
-        lowered = plan_steps(result.quantization.graph, compiled.target, compiled.limits)
-        yield replace(compiled, lowered=lowered), result
+        steps = result.quantization.graph
+        yield replace(compiled, steps=steps, lowered=plan_steps(steps, compiled.target, compiled.limits)), result, text
+
+
+def _with_kv_constants(
+    compiled: Compiled,
+    config: BuildConfig,
+    tokenizer: FrozenTokenizer | None,
+    text: Callable[[], Calibration],
+    folder: Path,
+    progress: Progress,
+) -> Compiled:
+    """The model with what a quantized cache holds keys and values without, if it is to have one."""
+    if not kv_cache.is_centred(compiled.kv_dtype) or not compiled.steps.kv_slots:
+        return compiled
+    settings, longest = config.calibration, compiled.limits.max_seq_len
+    silent = settings.source == BUILT_IN and (tokenizer is None or "tokenizer.json" not in tokenizer.files)
+    centred = kv_cache.centre(
+        compiled.steps, None if silent else text(), settings, longest=longest, folder=folder, progress=progress
+    )
+    if config.locked is not None:
+        centred = replace(centred, recipe=locked.checked_kv_cache(config.locked, centred.recipe))
+    lowered = plan_steps(centred.graph, compiled.target, compiled.limits)
+    return replace(compiled, steps=centred.graph, lowered=lowered, centred=centred)
 
 
 def _contents(
@@ -276,10 +312,14 @@ def _contents(
     if quantization is not None:
         model = replace(model, quantization=quantization.text)
         recipe["quantization"] = quantization.recipe
-        report["quantization"] = quantization.report(compiled.lowered)
+        report["quantization"] = quantization.report(compiled.lowered, compiled.steps)
     elif compiled.imported is not None and compiled.imported.kept:
         model = replace(model, quantization=compiled.imported.text)
         report["coverage"] = compiled.imported.coverage(compiled.lowered.weights)
+    report["kv_cache"] = {"dtype": compiled.kv_dtype}
+    if compiled.centred is not None:
+        recipe["kv_cache"] = compiled.centred.recipe
+        report["kv_cache"] |= compiled.centred.report
     return EngineContents(
         target=compiled.target.name,
         limits=manifest.Limits(**vars(compiled.limits)),

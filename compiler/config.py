@@ -10,9 +10,9 @@ from typing import Any
 from llmc.compiler.quantize import locked
 from llmc.errors import UsageError
 from llmc.plugins.paged_attention.storage import ALIASES as KV_ALIASES
-from llmc.plugins.paged_attention.storage import KV_DTYPES
+from llmc.plugins.paged_attention.storage import KV_DTYPES, QUANTIZED
 from llmc.quantization.base import parse_method
-from llmc.quantization.calibration import BUILT_IN
+from llmc.quantization.calibration import BUILT_IN, CalibrationSettings
 from llmc.quantization.recipe import Recipe, read_recipe
 
 
@@ -102,16 +102,30 @@ class BuildConfig:
         changes |= {"lm_head": True} if self.quant_lm_head else {}
         changes |= {"embedding": True} if self.quant_embedding else {}
         changes |= {} if self.budget is None else {"budget": self.budget}
+        recipe = replace(given, **changes, calibration=self._chosen(given.calibration))
+        if recipe.method is None and not any(rule.method for rule in recipe.rules):
+            measured = self.kv_dtype in QUANTIZED
+            asked = [option for option, value in self._of_quantization.items() if value]
+            if asked := [option for option in asked if not (measured and option.startswith("--calib"))]:
+                raise UsageError(f"{asked[0]}: nothing is quantized; say how with --quant METHOD, or --recipe FILE")
+            return None
+        return recipe
+
+    @property
+    def calibration(self) -> CalibrationSettings:
+        """Of the weights, and of a quantized KV cache."""
+        if self.locked is not None and (found := locked.kv_calibration_of(self.locked)) is not None:
+            return found if self.calib == BUILT_IN else replace(found, source=self.calib)
+        recipe = self.quantization_recipe
+        return self._chosen(CalibrationSettings()) if recipe is None else recipe.calibration
+
+    def _chosen(self, given: CalibrationSettings) -> CalibrationSettings:
+        """With what the options say."""
         chosen = {"source": self.calib, "samples": self.calib_samples, "seed": self.calib_seed}
         unset = {"source": BUILT_IN, "samples": 0, "seed": 0}
         settings: dict[str, Any] = {key: value for key, value in chosen.items() if value != unset[key]}
         settings |= {} if self.calib_length is None else {"length": self.calib_length}
-        recipe = replace(given, **changes, calibration=replace(given.calibration, **settings))
-        if recipe.method is None and not any(rule.method for rule in recipe.rules):
-            if asked := [option for option, value in self._of_quantization.items() if value]:
-                raise UsageError(f"{asked[0]}: nothing is quantized; say how with --quant METHOD, or --recipe FILE")
-            return None
-        return recipe
+        return replace(given, **settings)
 
     def _locked_recipe(self, path: Path) -> Recipe | None:
         recipe = locked.recipe_of(path)

@@ -7,7 +7,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from llmc.plugins import all_ops
 from llmc.runtime.engine import Engine
+from llmc.runtime.plan import Step
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -25,6 +27,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "quantization": model.quantization,
         "bits_per_weight": _report(engine).get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "kv_dtype": engine.kv_cache.dtype,
+        "kv_centred": "yes" if any(_is_centred(step) for step in engine.plan.steps) else "no",
         "limits": asdict(engine.limits),
         "model_limit": model.max_position_embeddings,
         "rope": model.rope,
@@ -41,6 +44,11 @@ def describe(engine: Engine) -> dict[str, Any]:
         "files": {name: entry.size for name, entry in engine.manifest.files.items()},
         "weights": {w.name: {"dtype": w.dtype, "shape": list(w.shape)} for w in engine.weights.values()},
     }
+
+
+def _is_centred(step: Step) -> bool:
+    given = dict(zip(all_ops()[step.op].plan_inputs, step.inputs, strict=False))
+    return given.get("key_center?") is not None
 
 
 def _report(engine: Engine) -> dict[str, Any]:

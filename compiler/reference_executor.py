@@ -99,7 +99,9 @@ class ReferenceExecutor:
         outputs = [self._view(self._plan.value(name)) for name in step.outputs]
         _unpack(step, inputs, outputs)
         if step.op == "paged_attention":
-            inputs[1:3] = [self._stored(inputs[i], keys=i == 1) for i in (1, 2)]
+            inputs[1:3] = [
+                self._stored(inputs[i], (*inputs, *[None] * 6)[3 + 2 * i :][:2], keys=i == 1) for i in (1, 2)
+            ]
         absent = [None] * (len(op.plan_inputs) - len(inputs))
         results = op.reference(*inputs, *absent, **step.attributes)
         results = results if isinstance(results, tuple) else (results,)
@@ -110,9 +112,12 @@ class ReferenceExecutor:
         if self._observe is not None:
             self._observe(step, inputs, outputs)
 
-    def _stored(self, x: Tensor | None, *, keys: bool) -> Tensor | None:
-        """Keys or values as they come back from the cache."""
-        return None if x is None else torch.from_numpy(round_trip(x.numpy(), self._kv_dtype, keys=keys))
+    def _stored(self, x: Tensor | None, constants: Sequence[Tensor | None], *, keys: bool) -> Tensor | None:
+        """Keys or values as they come back from the cache, which holds them less a center and times a scale."""
+        if x is None:
+            return None
+        center, scale = (None if constant is None else constant.numpy() for constant in constants)
+        return torch.from_numpy(round_trip(x.numpy(), self._kv_dtype, keys=keys, center=center, scale=scale))
 
     def _view(self, value: Value) -> Tensor:
         batch = self._batch

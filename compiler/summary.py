@@ -17,6 +17,7 @@ LABELS = {
     "quantization": "quantized",
     "bits_per_weight": "bits per quantized weight",
     "kv_dtype": "KV cache",
+    "kv_centred": "cached keys and values less their means",
     "target": "target",
     "limits": "limits",
     "weight_bytes": "weights on disk and in memory",

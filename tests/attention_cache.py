@@ -53,6 +53,7 @@ class Cache:
         *,
         sinks: Array | None = None,
         slopes: Array | None = None,
+        stored: Sequence[Array | None] = (),
         tree: NDArray[np.uint64] | None = None,
         isa: str = ISAS[-1],
         threads: int = 1,
@@ -65,7 +66,7 @@ class Cache:
         tables = np.ascontiguousarray(self.tables[[number for number, *_ in parts]])
         y = np.full((len(q), self.shape.heads, self.shape.value_dim), np.nan, np.float32)
         batch = Batch(EMPTY, positions, EMPTY, starts, past, tables, tree)
-        inputs = [q, k, v, sinks, slopes]
+        inputs = [q, k, v, sinks, slopes, *stored]
         kernels.run_op(
             "paged_attention", inputs, [y], attributes or PLAIN, isa=isa, threads=threads, batch=batch, kv=self.kv
         )

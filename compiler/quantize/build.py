@@ -22,7 +22,7 @@ from llmc.compiler.quantize.reuse import take_over
 from llmc.compiler.quantize.work import key_digest, open_work
 from llmc.plugins import kernels
 from llmc.plugins.quantized_linear import packing
-from llmc.quantization.calibration import Calibration
+from llmc.quantization.calibration import Calibration, CalibrationSettings
 from llmc.quantization.recipe import Recipe
 from llmc.runtime import resources
 
@@ -42,15 +42,15 @@ class Result:
         """A line for people."""
         return quantization_text(self.quantization.planned)
 
-    def report(self, lowered: LoweredModel) -> dict[str, Any]:
-        """The coverage manifest.
+    def report(self, lowered: LoweredModel, steps: LoweredGraph) -> dict[str, Any]:
+        """The coverage manifest of the model as it was lowered from its steps.
 
         Raises:
             CompileError: something was skipped, or has another size than the recipe implies.
         """
         q = self.quantization
         coverage.check(q.planned, q.graph)
-        found = coverage.manifest(q.planned, q.graph, lowered.weights, q.records, q.scales.touched)
+        found = coverage.manifest(q.planned, steps, lowered.weights, q.records, q.scales.touched)
         budget = {} if q.budget is None else {"budget": q.budget}
         return {"compute": q.planned.compute, **found, **budget, "recipe": self.recipe}
 
@@ -158,11 +158,10 @@ def thread_count() -> int:
 
 def _described(recipe: Recipe, tokens: Calibration | None) -> dict[str, Any]:
     """The recipe without paths, and with the hash of the tokens that were used."""
-    source = recipe.calibration.source
-    settings = replace(recipe.calibration, source=Path(source).name)
-    found = recipe.to_json() | {"calibration": asdict(settings)}
-    if tokens is None:
-        found["calibration"] = None
-    else:
-        found["calibration"] |= {"samples": len(tokens.tokens), "sha256": tokens.sha256}
-    return found
+    return recipe.to_json() | {"calibration": None if tokens is None else describe(tokens, recipe.calibration)}
+
+
+def describe(tokens: Calibration, settings: CalibrationSettings) -> dict[str, Any]:
+    """Tokens without paths, and with their hash."""
+    named = replace(settings, source=Path(settings.source).name, samples=len(tokens.tokens))
+    return asdict(named) | {"sha256": tokens.sha256}

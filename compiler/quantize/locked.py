@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmc.errors import CompileError, UsageError
+from llmc.quantization.calibration import CalibrationSettings
 from llmc.quantization.recipe import Recipe, recipe_from
 from llmc.runtime import strict
 
@@ -68,7 +69,16 @@ def _is_quantization(section: Any) -> bool:
     return isinstance(calibration, dict) and all(key in calibration for key in (*OF_CALIBRATION, "sha256"))
 
 
-_SHAPES = {"options": _is_options, "inputs": _is_inputs, "quantization": _is_quantization}
+def _is_kv_cache(section: Any) -> bool:
+    return section is None or _is_quantization(section | {"compute": ""} if isinstance(section, dict) else section)
+
+
+_SHAPES = {
+    "options": _is_options,
+    "inputs": _is_inputs,
+    "quantization": _is_quantization,
+    "kv_cache": _is_kv_cache,
+}
 
 
 def options_of(path: Path) -> dict[str, Any]:
@@ -102,6 +112,30 @@ def recipe_of(path: Path) -> Recipe | None:
     return recipe_from(values, f"--locked {path}")
 
 
+def kv_calibration_of(path: Path) -> CalibrationSettings | None:
+    """How the text was made that the KV cache was measured on; None if it was not.
+
+    Raises:
+        UsageError: it is none of this version.
+    """
+    calibration = (read(path).get("kv_cache") or {}).get("calibration")
+    if calibration is None:
+        return None
+    values = {"calibration": {key: calibration[key] for key in OF_CALIBRATION}}
+    return recipe_from(values, f"--locked {path}: kv_cache").calibration
+
+
+def checked_kv_cache(path: Path, section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a recipe.json that says how the KV cache was measured, once it is as before.
+
+    Raises:
+        CompileError: the tokens differ, or the kernels.
+    """
+    before = read(path).get("kv_cache") or {}
+    check_calibration(before, section, section.get("isa"))
+    return before
+
+
 def check(path: Path, inputs: Mapping[str, Any], versions: Mapping[str, str]) -> None:
     """Compare the files of the model and the versions of libraries.
 
@@ -130,7 +164,7 @@ def check_calibration(section: Mapping[str, Any], described: Mapping[str, Any], 
     Raises:
         CompileError: they differ.
     """
-    before, now = section.get("calibration"), described["calibration"]
+    before, now = section.get("calibration"), described.get("calibration")
     hashes = [None if value is None else value["sha256"] for value in (before, now)]
     if hashes[0] != hashes[1]:
         raise CompileError(

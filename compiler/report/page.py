@@ -104,7 +104,7 @@ def _tiles(contents: EngineContents, report: Mapping[str, Any]) -> list[tuple[st
         ("parameters", f"{model.parameters / 1e6:,.1f} M" if model.parameters >= 1e6 else f"{model.parameters:,}"),
         ("weights", format_bytes(sizes["weight_bytes"])),
         ("bits per parameter", f"{bits:.2f}"),
-        ("KV cache", contents.kv_cache.dtype),
+        ("KV cache", contents.kv_cache.dtype + (", less means" if report["kv_cache"].get("centred") else "")),
         ("longest sequence", f"{contents.limits.max_seq_len:,}"),
         ("target", contents.target),
     ]

@@ -1,5 +1,7 @@
 """Paged attention: a plain float64 oracle, the cache's dtypes, and the same bits however a sequence is cut up."""
 
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from attention_cache import EMPTY, ISAS, PLAIN, Array, Cache, Rows, Shape, seque
 from numpy.typing import NDArray
 
 from llmc.plugins import kernels
-from llmc.plugins.paged_attention.storage import KV_DTYPES, rotate, round_trip
+from llmc.plugins.paged_attention.storage import KV_DTYPES, QUANTIZED, rotate, round_trip
 from llmc.runtime.batch import Batch
 
 DTYPES = KV_DTYPES
@@ -23,9 +25,12 @@ def oracle(
     softcap: float = 0.0,
     sinks: Array | None = None,
     slopes: Array | None = None,
+    stored: Sequence[Array | None] = (None,) * 4,
 ) -> NDArray[np.float64]:
     """Every row of a sequence, one head after the other, keys and values as they come back from ``dtype``."""
-    q, k, v = s.q.astype(np.float64), *(round_trip(x, dtype, keys=x is s.k).astype(np.float64) for x in (s.k, s.v))
+    (key_center, key_scale, *of_values), q = stored, s.q.astype(np.float64)
+    k = round_trip(s.k, dtype, keys=True, center=key_center, scale=key_scale).astype(np.float64)
+    v = round_trip(s.v, dtype, keys=False, center=of_values[0], scale=of_values[1]).astype(np.float64)
     n, heads, _ = q.shape
     i, j = np.arange(n)[:, None], np.arange(n)[None, :]
     hidden = (j > i) | (i - j >= (window or n)) | (i // (chunk or n) != j // (chunk or n))
@@ -63,7 +68,7 @@ def test_rounded_keys_and_values_are_what_is_read(shape: Shape, dtype: str, isa:
     cache = Cache(shape, dtype, [150])
     found = np.concatenate([cache.step([(0, s, 0, 145)], isa=isa, threads=2), cache.step([(0, s, 145, 150)], isa=isa)])
     if isa == "amx" and dtype not in ("float32", "float16"):  # rounds queries and weights as well
-        turn = rotate if dtype in ("int8", "int4") else lambda x: x
+        turn = rotate if dtype in QUANTIZED else lambda x: x
         s.q = turn(turn(s.q).astype(ml_dtypes.bfloat16).astype(np.float32))
         expected = oracle(s, dtype)
         np.testing.assert_allclose(found, expected, 0, {"bfloat16": 6e-3, "int4": 4e-2}.get(dtype, 1.5e-2))
@@ -198,6 +203,37 @@ def test_trees_that_are_none_are_refused(bits: list[int], message: str) -> None:
         Cache(shape, "float32", [3]).step([(0, s, 0, 3)], tree=np.array([[b] for b in bits], np.uint64))
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"softcap": 6.0, "window": 150}, {"sinks": True}], ids=str)
+def test_what_is_stored_lacks_its_center(options: dict[str, object], dtype: str, isa: str) -> None:
+    """Large constants of keys and values cost nothing, and the bits stay those of a sequence that is not cut."""
+    rng = np.random.default_rng(11)
+    shape, n = Shape(6, 2, 40, 24), 200
+    s = sequence(rng, shape, n)
+    centers = [rng.choice([-8, 8], (2, dim)).astype(np.float32) for dim in (40, 24)]
+    s.k, s.v = s.k + centers[0], s.v + centers[1]
+    scales = [2 ** rng.uniform(-0.5, 0.5, (2, dim)).astype(np.float32) for dim in (40, 24)]
+    stored = (centers[0], scales[0], centers[1], scales[1])
+    sinks = rng.standard_normal(6, dtype=np.float32) if "sinks" in options else None
+    attributes = PLAIN | {name: value for name, value in options.items() if name != "sinks"}
+    kept = {name: attributes[name] for name in ("softcap", "window")}
+    whole = Cache(shape, dtype, [n]).step([(0, s, 0, n)], attributes, isa=isa, sinks=sinks, stored=stored)
+    exact = oracle(s, sinks=sinks, **kept)  # type: ignore[arg-type]
+    expected = oracle(s, dtype, sinks=sinks, stored=stored, **kept)  # type: ignore[arg-type]
+    if isa == "amx" and dtype not in ("float32", "float16"):
+        assert np.abs(whole - expected).mean() < 5e-3
+    else:
+        np.testing.assert_allclose(whole, expected, 1e-4, 1e-4)
+    assert np.abs(whole - exact).mean() < {"int4": 0.1, "float8_e4m3": 0.03}.get(dtype, 0.01)
+    cache = Cache(shape, dtype, [n])
+    steps = [(0, 61), (61, 62), (62, n)]
+    parts = [
+        cache.step([(0, s, a, b)], attributes, isa=isa, sinks=sinks, stored=stored, threads=1 + b % 2) for a, b in steps
+    ]
+    assert np.array_equal(np.concatenate(parts), whole)
+
+
 def test_shared_keys_and_values_are_read_and_not_written() -> None:
     rng = np.random.default_rng(8)
     shape = Shape(4, 2, 16, 16)
@@ -249,6 +285,7 @@ def test_only_the_sequences_own_slots_are_written() -> None:
         ({"q": (3, 5, 16)}, "kv heads"),
         ({"k": (3, 2, 15)}, "k must"),
         ({"y": (3, 4, 8)}, "y must"),
+        ({"key_center": (2, 8)}, "centers and scales must"),
     ],
     ids=str,
 )
@@ -256,7 +293,7 @@ def test_refusals(change: dict[str, object], message: str) -> None:
     shapes = {"q": (3, 4, 16), "k": (3, 2, 16), "v": (3, 2, 16), "y": (3, 4, 16)} | {
         k: v for k, v in change.items() if k != "slot"
     }
-    q, k, v, y = (np.zeros(shape, np.float32) for shape in shapes.values())  # type: ignore[call-overload]
+    q, k, v, y, *stored = (np.zeros(shape, np.float32) for shape in shapes.values())  # type: ignore[call-overload]
     kv = kernels.Kv([(2, 16, 16)], "float32", 16, 1)
     batch = Batch(
         EMPTY,
@@ -268,4 +305,4 @@ def test_refusals(change: dict[str, object], message: str) -> None:
     )
     attributes = PLAIN | {"slot": change.get("slot", 0)}
     with pytest.raises(kernels.KernelError, match=message):
-        kernels.run_op("paged_attention", [q, k, v, None, None], [y], attributes, batch=batch, kv=kv)
+        kernels.run_op("paged_attention", [q, k, v, None, None, *stored], [y], attributes, batch=batch, kv=kv)

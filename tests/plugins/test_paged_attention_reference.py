@@ -54,6 +54,20 @@ def test_masks(name: str) -> None:
     torch.testing.assert_close(attend(q, k, v, **options), expected)
 
 
+def test_constants_of_keys_and_values_change_nothing() -> None:
+    """What the cache may lack, in float64: softmax(q.(k - c)) = softmax(q.k), and weights add up to 1."""
+    q, k, v = inputs()
+    key_center, key_scale = 50 * numbers(2, 8, seed=5), numbers(2, 8, seed=6).exp()
+    value_center, value_scale = 50 * numbers(2, 6, seed=7), numbers(2, 6, seed=8).exp()
+    turned = attend(
+        q / key_scale.repeat_interleave(2, 0), (k - key_center) * key_scale, (v - value_center) * value_scale
+    )
+    found = turned / value_scale.repeat_interleave(2, 0) + value_center.repeat_interleave(2, 0)
+    torch.testing.assert_close(found, attend(q, k, v), rtol=1e-11, atol=1e-11)
+    constants = [x.clone() for x in (key_center, key_scale, value_center, value_scale)]
+    torch.testing.assert_close(reference(q, k, v, None, None, *constants, **OPTIONS), attend(q, k, v))
+
+
 def test_alibi_is_added_to_the_scaled_scores() -> None:
     q, k, v = inputs()
     i, j = i_and_j()

@@ -1,0 +1,236 @@
+"""What a quantized KV cache holds keys and values without: constants that are measured on the calibration text.
+
+Post-rope keys have parts that hardly change from token to token (the bias of k, in the dims that turn slowly), which
+would take most of the range of the codes. A softmax does not see a constant vector that all keys lack, and what all
+values lack comes back at the end, so both are stored less their means; see plugins/paged_attention/__init__.py.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.compiler.lower import LoweredGraph
+from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
+from llmc.compiler.lowering.values import View
+from llmc.compiler.progress import Progress
+from llmc.compiler.quantize.activations import Activations
+from llmc.compiler.quantize.build import describe, thread_count
+from llmc.compiler.quantize.interpreter import Interpreter, Weights, make_chunks
+from llmc.compiler.quantize.sites import stored_view
+from llmc.compiler.safetensors_writer import Tensor
+from llmc.compiler.weights import Array, numpy_dtype
+from llmc.errors import CompileError
+from llmc.plugins import all_ops, kernels
+from llmc.plugins.paged_attention.storage import QUANTIZED
+from llmc.quantization.calibration import Calibration, CalibrationSettings
+from llmc.runtime.batch import Batch
+from llmc.runtime.plan import KvSlot
+
+SAMPLES = 8
+"""Windows of the calibration text that are looked at."""
+
+REACH = 16.0
+"""Scales are within a factor of so much of their mean."""
+
+FIRST = all_ops()["paged_attention"].plan_inputs.index("key_center?")
+"""The input of paged_attention that key_center is."""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Centred:
+    """A graph whose attention has constants, and what recipe.json and report.json say of them."""
+
+    graph: LoweredGraph
+    recipe: Mapping[str, Any]
+    report: Mapping[str, Any]
+
+
+def is_centred(kv_dtype: str) -> bool:
+    """Whether a cache of that type gets constants."""
+    return kv_dtype in QUANTIZED
+
+
+def centre(
+    graph: LoweredGraph,
+    calibration: Calibration | None,
+    settings: CalibrationSettings,
+    *,
+    longest: int,
+    folder: Path,
+    progress: Progress,
+) -> Centred:
+    """Run the model as it will be, with a float cache, over some of the calibration text, and measure.
+
+    Args:
+        graph: with weights that can be read.
+        calibration: the tokens; None if the model has no tokenizer to make them with.
+        settings: how they were made.
+        longest: positions of a sequence of the engine. Windows are spread over them, as keys that are turned are.
+        folder: for large activations.
+        progress: is told how far it is.
+
+    Raises:
+        CompileError: keys or values are not finite.
+    """
+    if calibration is None:
+        progress.note(
+            "keys and values are stored as they are, not less their means: the model has no tokenizer to measure them "
+            'with; --calib FILE takes token ids, a .jsonl file of {"tokens": [...]}'
+        )
+        return Centred(graph, {"calibration": None}, {"centred": False})
+    tokens = calibration.tokens[:: max(1, len(calibration.tokens) // SAMPLES)][:SAMPLES]
+    measured = _measure(graph, _spread(tokens, longest), thread_count(), folder, progress)
+    views: dict[int, list[View]] = {}
+    weights: dict[str, Tensor] = dict(graph.weights)
+    for slot, moments in measured.items():
+        views[slot] = []
+        for name, array in moments.constants().items():
+            tensor = PackedWeight(f"kv_cache.{slot}.{name}", Array(array))
+            weights[tensor.name] = tensor
+            views[slot].append(stored_view(tensor.name, tensor.dtype, tensor.shape))
+    steps = [_with_constants(step, views) for step in graph.steps]
+    slots = [{"slot": slot, **moments.facts()} for slot, moments in sorted(measured.items())]
+    return Centred(
+        replace(graph, steps=steps, weights=weights),
+        {"calibration": describe(calibration, settings), "isa": kernels.best_isa()},
+        {"centred": True, "tokens": int(tokens.size), "slots": slots},
+    )
+
+
+def _with_constants(step: LoweredStep, views: Mapping[int, Sequence[View]]) -> LoweredStep:
+    if step.op != "paged_attention":
+        return step
+    inputs = [*step.inputs, *[None] * (FIRST - len(step.inputs))]
+    return replace(step, inputs=(*inputs, *views[int(step.attributes["slot"])]))
+
+
+def _spread(tokens: NDArray[np.int32], longest: int) -> list[Batch]:
+    """Chunks whose windows start at positions from 0 to the last possible one, most of them among the first."""
+    starts = [round((longest - tokens.shape[1]) * (i / max(1, len(tokens) - 1)) ** 3) for i in range(len(tokens))]
+    chunks, first = [], 0
+    for batch in make_chunks(list(tokens)):
+        sizes = np.diff(batch.cu_seqlens)
+        begin = np.repeat(starts[first : first + len(sizes)], sizes).astype(np.int32)
+        chunks.append(replace(batch, position_ids=batch.position_ids + begin))
+        first += len(sizes)
+    return chunks
+
+
+def _measure(
+    graph: LoweredGraph, chunks: Sequence[Batch], threads: int, folder: Path, progress: Progress
+) -> dict[int, _Moments]:
+    """Moments of each slot, by its number."""
+    found: dict[int, _Moments] = {}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        activations = Activations(Path(scratch), len(chunks))
+        interpreter = Interpreter(graph, chunks, _Stored(graph), activations, threads)
+        positions = [n for n, step in enumerate(interpreter.steps) if step.op == "paged_attention"]
+        progress.step("measuring keys and values", positions[-1] if positions else 0, "steps")
+        begin = 0
+        for position in positions:
+            interpreter.run(begin, position)
+            progress.advance(position - begin)
+            begin, step = position, interpreter.steps[position]
+            slot = int(step.attributes["slot"])
+            moments = found.setdefault(slot, _Moments(graph.kv_slots[slot], step.module))
+            interpreter.visit(position, moments.add_keys if moments.count == 0 else moments.add_queries)
+        activations.clear()
+    return found
+
+
+@dataclass
+class _Moments:
+    """Sums over tokens of the keys, values and queries of a slot, and of their squares."""
+
+    slot: KvSlot
+    module: str
+    count: int = 0
+    queries: int = 0
+    sums: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+
+    def add_keys(self, chunk: int, inputs: Sequence[NDArray[Any] | None]) -> None:
+        """The inputs of the attention that writes them."""
+        for name, x in zip("kv", inputs[1:3], strict=True):
+            assert x is not None, "attention has keys and values"
+            self._add(name, x.astype(np.float64))
+        self.count += len(inputs[1])  # type: ignore[arg-type]
+        self.add_queries(chunk, inputs)
+
+    def add_queries(self, chunk: int, inputs: Sequence[NDArray[Any] | None]) -> None:
+        """Of every attention that reads them."""
+        q = inputs[0]
+        assert q is not None, "attention has queries"
+        grouped = q.astype(np.float64).reshape(len(q), self.slot.kv_heads, -1, self.slot.key_dim)
+        self._add("q", grouped.transpose(0, 2, 1, 3).reshape(-1, self.slot.kv_heads, self.slot.key_dim))
+        self.queries += q.shape[0] * grouped.shape[2]
+
+    def _add(self, name: str, x: NDArray[np.float64]) -> None:
+        for key, value in ((name, x.sum(0)), (name + "2", (x * x).sum(0))):
+            if not np.isfinite(value).all():
+                raise CompileError(f"{self.module}: keys, values or queries are not finite on the calibration text")
+            self.sums[key] = self.sums.get(key, 0.0) + value
+
+    def constants(self) -> dict[str, Floats]:
+        """key_center, key_scale, value_center, value_scale; see ``_scale``."""
+        return {
+            "key_center": self._mean("k").astype(np.float32),
+            "key_scale": _scale(np.sqrt(self.sums["q2"] / self.queries), self._deviation("k")),
+            "value_center": self._mean("v").astype(np.float32),
+        }
+
+    def facts(self) -> dict[str, float]:
+        """Shares of the energy of keys and values that is in their means."""
+        facts = {}
+        for what, name in (("key", "k"), ("value", "v")):
+            energy = float(self.sums[name + "2"].sum()) / self.count
+            rest = float((self._deviation(name) ** 2).sum())
+            facts[f"{what}_mean_share"] = round(1 - rest / energy, 4) if energy else 0.0
+        return facts
+
+    def _mean(self, name: str) -> NDArray[np.float64]:
+        return self.sums[name] / self.count
+
+    def _deviation(self, name: str) -> NDArray[np.float64]:
+        return np.sqrt(np.maximum(self.sums[name + "2"] / self.count - self._mean(name) ** 2, 0))
+
+
+def _scale(weight: NDArray[np.float64], deviation: NDArray[np.float64]) -> Floats:
+    """Factors [kv_heads, dim] by which the noise of codes does least harm.
+
+    Rotated, all dims get the same noise, in proportion to sum (deviation * s)^2; it then counts as much as the sum of
+    (weight / s)^2. The product of the two is least where s^2 is weight / deviation.
+    """
+    least = 1e-6 * max(float(deviation.max()), float(weight.max()), 1e-30)
+    s = np.sqrt(np.maximum(weight, least) / np.maximum(deviation, least))
+    s /= np.exp(np.log(s).mean(-1, keepdims=True))
+    return np.clip(s, 1 / REACH, REACH).astype(np.float32)
+
+
+class _Stored(Weights):
+    """The tensors of a graph as they will be written."""
+
+    def __init__(self, graph: LoweredGraph) -> None:
+        self._graph = graph
+
+    def load(self, name: str) -> NDArray[Any]:
+        """See Weights."""
+        tensor = self._graph.weights[name]
+        whole = np.concatenate([np.ascontiguousarray(c).reshape(-1).view(np.uint8) for c in tensor.chunks()])
+        return whole.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    def is_table(self, name: str) -> bool:
+        """Never: see ``table_rows``."""
+        return False
+
+    def table_rows(self, name: str, ids: NDArray[np.int64]) -> Floats:
+        """Tables are loaded whole, since nothing else of the build needs its memory by now."""
+        raise AssertionError(f"{name} is loaded whole")
