@@ -42,7 +42,8 @@ def biased(folder: Path, config: Any) -> Path:
     with torch.no_grad():
         for layer in model.model.layers:
             bias = layer.self_attn.k_proj.bias
-            bias.copy_(30 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
+            slow = torch.arange(len(bias)) % 8 >= 5  # pairs of dims that hardly turn over so few positions
+            bias.copy_(30 * slow * torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
     model.save_pretrained(folder)
     return folder
 
