@@ -40,9 +40,9 @@ constexpr bool kScaled = std::is_same_v<T, i8> || std::is_same_v<T, e4m3>;
 template <class T>
 constexpr bool kQuantized = kScaled<T> || std::is_same_v<T, i4>;
 
-// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others where a scale makes
-// steps alike, and errors of e4m3, which go with the numbers, do not gather where queries are large. So are values of
-// int4, and what was made of them is rotated back.
+// Keys are stored rotated, and queries are rotated to meet them: few large dims then spoil no others where a scale
+// makes steps alike, and errors of e4m3, which go with the numbers, do not gather where queries are large. So are
+// values of int4, and what was made of them is rotated back.
 template <class T>
 constexpr bool kRotated = kQuantized<T>;
 template <class T>
