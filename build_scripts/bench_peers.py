@@ -213,13 +213,12 @@ def main(
     for model in models:
         for form in formats:
             workers = prepare(peers, model, form, work, threads, failures)
-            figures, failed = measure(workers, workloads, rounds, f"{model} {form}")
-            results.setdefault(model, {})[form] = figures
-            failures.update(failed)
-            if json_file:
-                json_file.write_text(
-                    json.dumps({"figures": results, "failures": failures, "units": WORKLOADS}, indent=1)
-                )
+            figures = results.setdefault(model, {}).setdefault(form, {})
+            for workload, row in measure(workers, workloads, rounds, f"{model} {form}", failures):
+                figures[workload] = row
+                if json_file:
+                    found = {"figures": results, "failures": failures, "units": WORKLOADS}
+                    json_file.write_text(json.dumps(found, indent=1))
     report(results, failures)
     if plot_file:
         python = kinds.environment(work / "venv-plot", "matplotlib", ("matplotlib>=3.9,<4",))

@@ -64,6 +64,15 @@ def ceilings(threads: int, size: int = 1 << 31) -> dict[str, float]:
     return _kernels.ceilings(threads, size)
 
 
+def draw_token(scores: NDArray[np.float32], highest: float, temperature: float, least: float, draw: float) -> int:
+    """An index, drawn by the softmax of ``scores / temperature``; ``highest`` is the largest score, and finite.
+
+    It is the first at which the cumulative sum of exp((score - highest) / temperature), of those that are ``least`` or
+    more, exceeds ``draw`` times the whole sum.
+    """
+    return _kernels.draw_token(scores, highest, temperature, least, draw)
+
+
 def native_batch(batch: BatchLike) -> _kernels.Batch:
     """The native form of a batch; its arrays are used in place."""
     return _kernels.Batch(

@@ -16,6 +16,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.plugins import kernels
 from llmc.runtime.constraints.base import ConstraintError, TokenConstraint
 from llmc.runtime.request import SamplingParams, Sequence
 
@@ -184,6 +185,8 @@ def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
     highest = scores.max()
     if not np.isfinite(highest):
         return int(scores.argmax())
+    if not 0 < params.top_k < len(scores) and params.top_p >= 1:
+        return kernels.draw_token(scores, float(highest), max(params.temperature, 1e-30), params.min_p, draw)
     with np.errstate(over="ignore"):
         scaled = (scores - highest) / np.float32(max(params.temperature, 1e-30))
     ids: Ids | None = None

@@ -11,6 +11,7 @@
 
 #include "ceilings.h"
 #include "executor.h"
+#include "logits.h"
 
 namespace nb = nanobind;
 using namespace llmc;
@@ -277,6 +278,12 @@ NB_MODULE(_kernels, m) {
         return measure_ceilings(pool, bytes);
       },
       nb::arg("threads"), nb::arg("bytes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "draw_token",
+      [](const Array<float, 1>& scores, float highest, float temperature, float least, double draw) {
+        return draw_token(scores.data(), static_cast<std::int64_t>(scores.size()), highest, temperature, least, draw);
+      },
+      nb::arg("scores"), nb::arg("highest"), nb::arg("temperature"), nb::arg("least"), nb::arg("draw"));
   nb::class_<BatchArguments>(m, "Batch")
       .def(nb::init<Array<std::int32_t, 1>, Array<std::int32_t, 1>, Array<std::int32_t, 1>, Array<std::int32_t, 2>,
                     std::optional<Array<std::uint64_t, 2>>, std::optional<Array<std::int32_t, 1>>>(),

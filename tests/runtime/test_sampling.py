@@ -172,3 +172,21 @@ def test_top_logprobs_0_is_the_chosen_token_alone() -> None:
     assert sampled.logprob.top == ()
     (plain,) = Sampler().sample(np.zeros((1, 9), np.float32), [0], [sequence([1])])
     assert plain.logprob is None
+
+
+@pytest.mark.parametrize("count", [1, 17, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_draws_without_filters_follow_the_cumulative_sum(count: int, temperature: float) -> None:
+    rng = np.random.default_rng(count)
+    logits = (rng.standard_normal(count) * 3).astype(np.float32)
+    logits[rng.random(count) < 0.2] = -np.inf
+    logits[count // 2] = 1
+    wide = logits.astype(np.float64)
+    cumulative = np.cumsum(np.exp((wide - wide.max()) / temperature))
+    for draw in [*rng.random(100), 0.0, np.nextafter(1, 0)]:
+        token = sample_token(logits, SamplingParams(temperature=temperature), draw)
+        # Within the rounding of the sums, the token is the one at which the sum passes the draw.
+        assert np.isfinite(logits[token])
+        target, slack = draw * cumulative[-1], 1e-5 * cumulative[-1]
+        assert cumulative[token] > target - slack
+        assert token == 0 or cumulative[token - 1] <= target + slack
