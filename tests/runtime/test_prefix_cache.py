@@ -182,3 +182,21 @@ def test_batches_name_each_block_once_for_writing(kit: Any) -> None:
 
     llm.executor.step = watched
     answers(llm, PROMPTS * 2)
+
+
+@pytest.mark.parametrize("when", range(1, 13))
+def test_a_step_may_fail_at_any_time(kit: Any, when: int) -> None:
+    """It fails the requests that it had, others get what they would get alone, and nothing of it is found later."""
+    expected = [answers(kit.llm(prefix_cache=False), [p])[0] for p in PROMPTS]
+    llm = kit.llm(max_batch_tokens=40, max_sequences=4, num_blocks=16)
+    llm.executor.poisons(llm.scheduler.kv_cache)
+    llm.executor.fail_at = when
+    results = llm.generate(PROMPTS, SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2))
+    failed = [r.finish_reason == "error" for r in results]
+    assert 1 <= sum(failed) <= 4
+    for bad, result, wanted in zip(failed, results, expected, strict=True):
+        if not bad:
+            assert [(c.token_ids, c.logprobs, c.text) for c in result.choices] == wanted
+    assert llm.counts["failed_steps"] == 1
+    assert answers(llm, PROMPTS) == expected
+    assert llm.counts["kv_used"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -146,3 +147,14 @@ def test_aborts_at_any_moment_free_everything(kit: Any, delay: float) -> None:
             assert llm.counts["kv_used"] == llm.counts["running"] == llm.counts["waiting"] == 0
 
     assert run(llm, work) == []
+
+
+def test_bat_12_two_lists_of_prompts_at_once(live: Any) -> None:
+    body = {"prompt": ["m", "z"], "temperature": 0, "max_tokens": 3}
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: live.post("/v1/completions", body), range(2)))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json()["choices"] for answer in answers)
+    assert [choice["index"] for choice in first] == [0, 1]
+    assert first[0]["text"] == "no"
+    assert first == second
