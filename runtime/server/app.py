@@ -15,10 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llmc.runtime.server import openapi
 from llmc.runtime.server.guard import Guard
 from llmc.runtime.server.models import Models
-from llmc.runtime.server.routes import chat, completions, embeddings, models, page, tokens
+from llmc.runtime.server.routes import chat, completions, embeddings, models, page, responses, tokens
 from llmc.runtime.server.schema.chat import ChatRequest
 from llmc.runtime.server.schema.completions import CompletionRequest
 from llmc.runtime.server.schema.embeddings import EmbeddingRequest
+from llmc.runtime.server.schema.responses import ResponseRequest
 from llmc.runtime.server.schema.text import DetokenizeRequest, TokenizeRequest
 from llmc.runtime.server.settings import Keys, Settings
 from llmc.runtime.server.stream import DisconnectedError, Gone
@@ -45,6 +46,7 @@ ENDPOINTS = (
     Endpoint("GET", "/openapi.json", openapi.openapi, "The same for programs."),
     Endpoint("POST", "/v1/chat/completions", chat.chat_completions, "Answer a chat.", ChatRequest, streams=True),
     Endpoint("POST", "/v1/completions", completions.completions, "Continue prompts.", CompletionRequest, streams=True),
+    Endpoint("POST", "/v1/responses", responses.responses, "Answer a text.", ResponseRequest, streams=True),
     Endpoint("POST", "/v1/embeddings", embeddings.embeddings, "Vectors of texts.", EmbeddingRequest),
     Endpoint("GET", "/v1/models", models.list_models, "The models that are served."),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model, "One model."),

@@ -174,6 +174,24 @@ def test_best_of(client: openai.OpenAI) -> None:
     assert found == pytest.approx(means[:2])
 
 
+def test_responses(client: openai.OpenAI) -> None:
+    inputs: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "m"}]}]
+    for value in ("m", inputs):
+        answer = client.responses.create(model="script", input=value, instructions="z", temperature=0)
+        assert (answer.output_text, answer.status) == ("no", "completed")
+        assert answer.usage is not None and answer.usage.output_tokens == 3
+    cut = client.responses.create(model="script", input="m", temperature=0, max_output_tokens=1)
+    assert (cut.output_text, cut.status, cut.incomplete_details.reason) == ("n", "incomplete", "max_output_tokens")
+    with client.responses.stream(model="script", input="m", temperature=0) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_response().output_text == "no"
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    form: Any = {"format": {"type": "json_schema", "name": "n", "schema": {"enum": ["yes"]}}}
+    assert client.responses.create(model="script", input="m", text=form).output_text == '"yes"'
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model="script", input="m", previous_response_id="x")
+
+
 def test_tokenize_and_detokenize(live: Any, kit: Any) -> None:
     answer = live.post("/tokenize", {"model": "script", "prompt": "hi", "return_token_strs": True}).json()
     assert (answer["tokens"], answer["count"]) == ([1, *kit.ids("hi")], 3)
