@@ -26,6 +26,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, live: Any) -> Iterator[Any]:
     """The page; nothing may go wrong on it, and nothing may be asked of anybody else."""
     page = browser.new_page()
+    page.set_default_timeout(120_000)
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda problem: problems.append(str(problem)))
