@@ -64,9 +64,7 @@ class Live:
         return self._log.read_text(errors="replace")
 
     def http(self, **options: Any) -> httpx.Client:
-        return httpx.Client(
-            base_url=self.url, timeout=PATIENCE, verify=False, **options
-        )  # http: certificates cost time
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, verify=False, **options)  # it is http
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=PATIENCE)
