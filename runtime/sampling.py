@@ -26,6 +26,7 @@ Ids = NDArray[np.intp]
 NOT_FINITE = "the model computed logits that are not finite"
 NONE_ALLOWED = "no token is allowed: constraint, bad_words, logit_bias and min_tokens rule out all of them"
 
+LARGEST = np.finfo(np.float32).max
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, as in OpenAI's API."""
 
@@ -151,8 +152,10 @@ class Sampler:
         state.update(sequence.tokens)
         if params.repetition_penalty != 1:
             seen = np.flatnonzero(state.seen)
-            factor = np.float32(params.repetition_penalty)
-            scores[seen] = np.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
+            factor, before = np.float32(params.repetition_penalty), scores[seen]
+            with np.errstate(all="ignore"):  # a tiny factor makes numbers as large as there are, not infinite ones
+                after = np.clip(np.where(before > 0, before / factor, before * factor), -LARGEST, LARGEST)
+            scores[seen] = np.where(np.isfinite(before), after, before)
         if params.presence_penalty or params.frequency_penalty:
             used = np.flatnonzero(state.counts)
             scores[used] -= (

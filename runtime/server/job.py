@@ -135,6 +135,8 @@ class Job:
             ApiError: there will be none.
         """
         await self._until(lambda: bool(self._deltas) or self._done)
+        if self._deltas and self._deltas[0][1].finish_reason is FinishReason.ERROR:
+            raise failure(self._deltas[0][1].error)
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """(index of the prompt, increment), as they come.

@@ -99,6 +99,13 @@ def test_wrong_messages(live: Any, message: Any, param: str) -> None:
     assert status == 400 and body["error"]["param"].startswith(param), body
 
 
+def test_the_smallest_numbers_are_numbers(live: Any) -> None:
+    fields = {"repetition_penalty": 5e-324, "top_p": 5e-324, "temperature": 5e-324, "min_p": 5e-324}
+    for temperature in (0, 5e-324, 1):
+        status, body = ask(live, "/v1/completions", **(fields | {"temperature": temperature, "max_tokens": 4}))
+        assert status == 200, body
+
+
 def test_tok_09_and_the_largest_id(live: Any) -> None:
     assert ask(live, "/v1/completions", prompt=[383])[0] == 200
 

@@ -1,0 +1,84 @@
+"""The server around an engine that fails or hangs: what the probes say, and with what it exits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llmc.errors import ResourceError
+from llmc.runtime.server.engine_loop import MAX_FAILED_STEPS
+from llmc.runtime.server.metrics import Metrics
+from llmc.runtime.server.models import Models
+from llmc.runtime.server.serve import Server
+from llmc.runtime.server.settings import Settings
+
+
+def around(llm: Any, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]], **values: Any) -> None:
+    """Serve the LLM while the work is done, then until the server ends by itself."""
+
+    async def main() -> None:
+        settings = Settings(port=0, **values)
+        server = Server(Models({"m": Path("m")}, lambda path: llm, settings, Metrics()), settings)
+        serving = asyncio.create_task(server.run())
+        url = f"http://127.0.0.1:{server._socket.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            await until(http, "/readyz", 200)
+            await work(http)
+        server._stop()
+        await asyncio.wait_for(serving, 60)
+
+    asyncio.run(main())
+
+
+async def until(http: httpx.AsyncClient, path: str, status: int) -> None:
+    for _ in range(3000):
+        try:
+            if (await http.get(path)).status_code == status:
+                return
+        except httpx.ConnectError:
+            pass
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{path} never said {status}")
+
+
+def test_an_engine_that_fails_ends_the_server_with_5(kit: Any) -> None:
+    """R11."""
+    llm = kit.llm()
+
+    def fail(batch: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    llm.executor.step = fail
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for number in range(MAX_FAILED_STEPS):
+            body = {"prompt": [7], "stream": number % 2 == 0}
+            answer = await http.post("/v1/completions", json=body)
+            assert answer.status_code == 500 and "device" not in answer.text
+
+    with pytest.raises(ResourceError) as caught:
+        around(llm, work)
+    assert caught.value.exit_code == 5
+
+
+def test_an_engine_that_hangs_is_not_ready(kit: Any) -> None:
+    """R9: it is alive but not ready; once it goes on, it is ready again and has lost nothing."""
+    llm, release = kit.llm(), threading.Event()
+    step = llm.executor.step
+    llm.executor.step = lambda batch: (release.wait(60), step(batch))[1]
+
+    async def work(http: httpx.AsyncClient) -> None:
+        request = asyncio.create_task(http.post("/v1/completions", json={"prompt": [7], "max_tokens": 2}))
+        await until(http, "/readyz", 503)
+        assert (await http.get("/livez")).status_code == 200
+        release.set()
+        assert (await request).status_code == 200
+        await until(http, "/health", 200)
+
+    around(llm, work, stall_timeout=1.5)
