@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": ("llmc.runtime.server.cli:serve", "Serve engines over HTTP, with OpenAI's API."),
     "eval": ("llmc.compiler.evaluation.cli:evaluate_engine", "Measure an engine's quality; compare it with its model."),
     "bench": ("llmc.runtime.bench:bench", "Measure prefill, decode and mixed batches of an engine."),
+    "bench serve": ("llmc.runtime.bench_serve:serve", "Send load to a server of OpenAI's API; latencies, goodput."),
     "verify": ("llmc.runtime.cli:verify", "Check an engine's files, and replay the golden prompts recorded at build."),
     "inspect": ("llmc.compiler.cli:inspect", "Show what is in a model directory or an engine: sizes, memory, plan."),
     "diff": ("llmc.compiler.diff:diff", "Compare an engine with its Hugging Face model, layer by layer."),
@@ -41,6 +42,14 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, in the order of COMMANDS."""
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Names of two words go before those of one."""
+        if (name := " ".join(args[:2])) in COMMANDS:
+            return name, self.get_command(ctx, name), args[2:]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command."""

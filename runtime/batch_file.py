@@ -1,14 +1,19 @@
-"""`llmc run --input requests.jsonl --output results.jsonl`: many requests, one result a line, in their order."""
+"""`llmc run --input requests.jsonl --output results.jsonl`: many requests, one result a line, in their order.
+
+Results gather in a file beside the output, ``.NAME.partial``, which replaces it in the end. What a run that was
+interrupted or killed has left there is not computed again.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
@@ -17,6 +22,7 @@ import click
 
 from llmc.errors import RequestError, ResourceError, UsageError
 from llmc.runtime import strict
+from llmc.runtime.batch_openai import is_openai, run_openai
 from llmc.runtime.output import RequestOutput, request_output
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.terminal import INTERRUPTED
@@ -31,17 +37,26 @@ AHEAD = 4
 def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mapping[str, Any]) -> int:
     """Run every line of a file; a line that can't be run has its error in its place. Returns the exit code.
 
-    The results replace ``output_file`` when all are there. After an interruption, the finished ones are in a file
-    beside it, whose name is printed.
+    The results replace ``output_file`` when all are there. After an interruption, the same command goes on.
+
+    Raises:
+        UsageError: there are results of another input, or another run is writing them.
+        ResourceError: they can't be written.
     """
     if output_file not in (None, "-") and input_file == output_file:
         raise UsageError("--input and --output are the same file")
     with _opened(input_file) as (lines, total), _results(output_file) as out, _Progress(total) as progress:
+        requests = (line for line in lines if line.strip())
+        if out is not sys.stdout.buffer:
+            for record in _done(out, requests):
+                progress.count(_failed(record))
+            if progress.done:
+                click.echo(f"going on after {progress.done} results of an earlier run", err=True)
         try:
-            for record in run_lines(llm, lines, defaults):
+            for record in run_lines(llm, requests, defaults, progress.done):
                 out.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
                 out.flush()
-                progress.count("error" in record or any("error" in c for c in record["choices"]))
+                progress.count(_failed(record))
         except KeyboardInterrupt:
             progress.stop()
             _keep(out, progress.done)
@@ -57,11 +72,25 @@ def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mappi
     return 1 if progress.failed else 0
 
 
-def run_lines(llm: LLM, lines: Iterable[bytes], defaults: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """One record for each line that is not blank, in order; as many in flight as the engine takes."""
-    queue: list[_Entry] = []
-    numbered = enumerate(line for line in lines if line.strip())
+def run_lines(
+    llm: LLM, lines: Iterable[bytes], defaults: Mapping[str, Any], start: int = 0
+) -> Iterator[dict[str, Any]]:
+    """One record for each line, in order; as many in flight as the engine takes. ``start``: number of the first line.
+
+    The first line tells whether all are of OpenAI's batch format.
+    """
     ahead = AHEAD * llm.scheduler.config.max_sequences
+    lines = iter(lines)
+    if (first := next(lines, None)) is None:
+        return
+    lines = itertools.chain([first], lines)
+    if is_openai(first):
+        if defaults:
+            raise UsageError(f"lines of OpenAI's batch format have their own values; {', '.join(defaults)}: not here")
+        yield from run_openai(llm, lines, start, ahead)
+        return
+    queue: list[_Entry] = []
+    numbered = enumerate(lines, start)
     try:
         while True:
             while len(queue) < ahead and (item := next(numbered, None)) is not None:
@@ -157,17 +186,66 @@ def _opened(name: str) -> Iterator[tuple[IO[bytes], int | None]]:
         yield file, total
 
 
-def _results(name: str | None) -> AbstractContextManager[IO[bytes]]:
-    """Where results are collected: stdout, or a new file beside the one that they will replace."""
+@contextmanager
+def _results(name: str | None) -> Iterator[IO[bytes]]:
+    """Where results are collected: stdout, or a file beside the one that they will replace."""
     if name in (None, "-"):
-        return nullcontext(sys.stdout.buffer)
+        yield sys.stdout.buffer
+        return
     path = Path(str(name))
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        return tempfile.NamedTemporaryFile(
-            "wb", dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
-        )
+        file = open(partial, "a+b")  # noqa: SIM115 - closed below
     except OSError as problem:
         raise UsageError(f"{path}: can't be written ({problem.strerror})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"{partial}: another run is writing it") from None
+        try:
+            yield file
+        finally:
+            if partial.exists() and not partial.stat().st_size:
+                partial.unlink()
+
+
+def _done(out: IO[bytes], requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The records that are there, each with its request taken; what a kill left half written is cut off."""
+    out.seek(0)
+    end = 0
+    for index, line in enumerate(iter(out.readline, b"")):
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            break
+        request = next(requests, None)
+        if request is None or not _belongs(record, index, request):
+            raise UsageError(f"{out.name}: result {index} is of another input; go on with that one, or remove the file")
+        end += len(line)
+        yield record
+    out.truncate(end)
+    out.seek(end)
+
+
+def _belongs(record: dict[str, Any], index: int, request: bytes) -> bool:
+    """Whether a record is that of a request, by its ids."""
+    try:
+        values = strict.parse_json(request, "line", RequestError)
+    except RequestError:
+        values = None
+    values = values if isinstance(values, dict) else {}
+    if "custom_id" in record:
+        return bool(record["id"] == f"batch_req_{index}" and record["custom_id"] == values.get("custom_id"))
+    return record.get("index") == index and ("error" in record or record.get("id") == values.get("id"))
+
+
+def _failed(record: dict[str, Any]) -> bool:
+    if "custom_id" in record:
+        return bool(record["error"] is not None or record["response"]["status_code"] != 200)
+    return "error" in record or any("error" in choice for choice in record["choices"])
 
 
 def _publish(out: IO[bytes], path: Path) -> None:
@@ -180,7 +258,7 @@ def _publish(out: IO[bytes], path: Path) -> None:
 
 
 def _keep(out: IO[bytes], done: int) -> None:
-    where = "" if out is sys.stdout.buffer else f"; they are in {out.name}"
+    where = "" if out is sys.stdout.buffer else f"; they are in {out.name}, and the same command goes on from there"
     click.echo(f"interrupted after {done} results{where}", err=True)
 
 

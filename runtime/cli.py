@@ -79,7 +79,7 @@ def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 @click.option("--chat", is_flag=True, help="Use the model's chat template; without -p, a conversation.")
 @click.option("--system", help="System message for --chat.")
 @click.option("--input", "input_file", help="A JSONL file of requests; - is stdin.")
-@click.option("--output", "output_file", help="Where the results go, as JSONL. [default: stdout]")
+@click.option("-o", "--output", "output_file", help="Where the results go, as JSONL. [default: stdout]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--stats", is_flag=True, help="Print times and speed to stderr.")
 @options(SAMPLING)
@@ -114,7 +114,8 @@ def run(
     llmc run engine/ --input in.jsonl --output out.jsonl
 
     Each line of a JSONL file is an object with "prompt" (text or token ids) or "messages", perhaps an "id", and any
-    sampling values (max_tokens, temperature, ...); the options here are their defaults.
+    sampling values (max_tokens, temperature, ...); the options here are their defaults. Or lines of OpenAI's batch
+    format: custom_id, method, url and body. A run that was interrupted or killed goes on where it was.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     if input_file is None and prompt is None and not chat:
         raise UsageError("say what to do: -p PROMPT, --chat, or --input FILE.jsonl")

@@ -216,7 +216,7 @@ def test_an_interrupted_file_keeps_what_is_done(run: Any, tmp_path: Path, monkey
     result = run("--input", str(source), "--output", str(target))
     assert result.exit_code == 130
     assert target.read_text() == "old"
-    (partial,) = tmp_path.glob(".out.jsonl.*.partial")
+    (partial,) = tmp_path.glob(".out.jsonl.partial")
     assert f"interrupted after 4 results; they are in {partial}" in result.stderr
     assert len(partial.read_text().splitlines()) == 4
 
