@@ -3,12 +3,15 @@
 // of the vector code; sums in bfloat16 are not, so there any number of rows takes this path. Included by
 // quantized_panels.h.
 #pragma once
+#include <bit>
+
 #include "panels_amx.h"
 #include "quantized_float.h"
 
 namespace llmc::LLMC_ISA {
 
 // A kind says what tiles hold, and how they are multiplied.
+//   kPacked               packed weights are tiles as they are, if blocks fill them
 //   steps(block)          64-byte rows of B
 //   unpack(...)           writes them
 //   multiply<C>           products of tiles: C 0 .. 3 with two blocks of rows, 4 .. 7 with one (see Tiles)
@@ -26,8 +29,9 @@ namespace llmc::LLMC_ISA {
 template <Format F, Zero Z>
 struct IntegerTiles {
   static_assert(kQuadBytes<F> == 4, "rows of x are codes, as A tiles are");
-  // Codes minus zeros fit into signed bytes unless int8 has zeros of its own.
-  static constexpr bool kSigned = Z == Zero::middle || (Z == Zero::integer && F == Format::int4);
+  // Codes of int4 minus zeros fit into signed bytes; those of int8 are multiplied as they are.
+  static constexpr bool kSigned = F == Format::int4 && Z != Zero::offset;
+  static constexpr bool kPacked = F == Format::int8;
 
   static std::int64_t steps(const Block& block) { return block.lines * (line_columns(F) / 4); }
 
@@ -59,8 +63,12 @@ struct IntegerTiles {
   }
 
   static LLMC_INLINE f32x16 add(const BlockScale<Z>& scale, f32x16 acc, const std::byte* sums, float a, float sum) {
-    const f32x16 products = to_float(i32x16{_mm512_load_si512(sums)});
-    if constexpr (kSigned) return fused(broadcast(a) * scale.scale, products, acc);
+    i32x16 integers{_mm512_load_si512(sums)};
+    if constexpr (!kSigned && Z == Zero::middle) {  // their sum times the middle code is not of the product
+      integers = integers + broadcast_int(std::bit_cast<std::int32_t>(sum));
+    }
+    const f32x16 products = to_float(integers);
+    if constexpr (kSigned || Z == Zero::middle) return fused(broadcast(a) * scale.scale, products, acc);
     return scale.add(acc, products, a, sum);
   }
   using Scale = BlockScale<Z>;
@@ -68,6 +76,8 @@ struct IntegerTiles {
 
 template <Format F, Zero Z>
 struct Bfloat16Tiles {
+  static constexpr bool kPacked = false;
+
   static std::int64_t steps(const Block& block) { return block.lines * (line_columns(F) / 2); }
 
   static void unpack(const QuantizedPanels& w, std::int64_t panel, const Block& block, std::byte* out) {
@@ -85,9 +95,9 @@ struct Bfloat16Tiles {
   }
 };
 
-// Blocks of columns are multiplied `kBlocks` at a time, for 32 rows and two panels, or for 16 rows and four; while
-// tiles are multiplied, the sums of those before are scaled and added to the outputs so far.
-template <class Kind, int kBlocks>
+// Blocks of columns are multiplied one after another, for 32 rows and two panels, or for 16 rows and four; while tiles
+// are multiplied, the sums of the block before are scaled and added to the outputs so far.
+template <class Kind>
 class QuantizedTiles {
  public:
   explicit QuantizedTiles(const QuantizedProduct& product)
@@ -95,33 +105,41 @@ class QuantizedTiles {
     std::int64_t most = 0;
     for (std::int64_t b = 0; b < p_.w.blocks; ++b) most = std::max(most, Kind::steps(p_.w.block[b]));
     tile_rows_ = most <= 8 ? 8 : 16;
+    packed_ = Kind::kPacked;
+    for (std::int64_t b = 0; b < p_.w.blocks; ++b) packed_ &= Kind::steps(p_.w.block[b]) % 16 == 0;
   }
 
   void run(std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin, std::int64_t panel_end) {
-    // The rows of x stay in the second-level cache: if need be the columns go in parts.
-    const std::int64_t bytes = (row_end - row_begin) * p_.w.lines * column_bytes_, parts = bytes / kPartBytes + 1;
-    for (std::int64_t part = 0; part < parts; ++part) {
-      const Work work{row_begin, row_end, p_.w.blocks * part / parts, p_.w.blocks * (part + 1) / parts};
-      if (work.begin == work.end) continue;
-      std::int64_t panel = panel_begin;
-      if (row_end - row_begin > 16) {
-        for (; panel + 2 <= panel_end; panel += 2) panels<2, true>(work, panel);
-        if (panel < panel_end) panels<1, true>(work, panel);
-      } else {
-        for (; panel + 4 <= panel_end; panel += 4) panels<4, false>(work, panel);
-        for (; panel < panel_end; ++panel) panels<1, false>(work, panel);
+    // The rows of x stay in the second-level cache: long ones go in turns, and if need be their columns in parts.
+    const std::int64_t bytes = p_.w.lines * column_bytes_;
+    const std::int64_t step = (row_end - row_begin) * bytes > kTurnBytes ? kTurnRows : kTaskRows;
+    for (std::int64_t row = row_begin; row < row_end; row += step) {
+      const std::int64_t stop = std::min(row_end, row + step), parts = (stop - row) * bytes / kPartBytes + 1;
+      for (std::int64_t part = 0; part < parts; ++part) {
+        const Work work{row, stop, p_.w.blocks * part / parts, p_.w.blocks * (part + 1) / parts};
+        if (work.begin < work.end) run(work, panel_begin, panel_end);
       }
     }
   }
 
  private:
-  static constexpr std::int64_t kPartBytes = 1 << 20;
-  static constexpr std::int64_t kTileBytes = 16384;  // of weights that are unpacked at a time, or those of one block
+  static constexpr std::int64_t kTurnBytes = 1 << 19, kTurnRows = 256, kPartBytes = 1 << 20;
+  static constexpr std::int64_t kTileBytes = 8192;  // of weights that are unpacked at a time, or those of one block
   static constexpr std::int64_t kMostBytes = 65536;
 
   struct Work {
     std::int64_t row_begin, row_end, begin, end;  // rows, blocks
   };
+
+  void run(const Work& work, std::int64_t panel, std::int64_t panel_end) {
+    if (work.row_end - work.row_begin > 16) {
+      for (; panel + 2 <= panel_end; panel += 2) panels<2, true>(work, panel);
+      if (panel < panel_end) panels<1, true>(work, panel);
+    } else {
+      for (; panel + 4 <= panel_end; panel += 4) panels<4, false>(work, panel);
+      for (; panel < panel_end; ++panel) panels<1, false>(work, panel);
+    }
+  }
 
   std::int64_t tiles(const Block& block) const { return (Kind::steps(block) + tile_rows_ - 1) / tile_rows_; }
   std::int64_t tile_bytes() const { return tile_rows_ * 64; }
@@ -138,32 +156,48 @@ class QuantizedTiles {
   void panels(const Work& work, std::int64_t panel) {
     constexpr int kRows = kWide ? 32 : 16;
     const bool whole = p_.lanes(panel + P - 1) == 16;
+    const std::int64_t groups = (work.row_end - work.row_begin + kRows - 1) / kRows;
+    Adder<P> before;
+    int parity = 0;
     for (std::int64_t begin = work.begin; begin < work.end;) {
-      const std::int64_t end = range_end(begin, work.end, P), stride = unpack(panel, P, begin, end);
-      const bool finish = end == p_.w.blocks, last = end == work.end, in_place = last && whole && !(finish && p_.bias);
-      Adder<P> before;
-      int parity = 0;
+      const std::int64_t end = range_end(begin, work.end, P),
+                         stride = packed_ ? p_.w.panel_bytes() : unpack(panel, P, begin, end);
+      const bool finish = end == p_.w.blocks, last = end == work.end, direct = last && whole && !(finish && p_.bias);
       float* acc = acc_;
       for (std::int64_t row = work.row_begin; row < work.row_end; row += kRows, acc += kRows * P * 16) {
         const int count = static_cast<int>(std::min<std::int64_t>(kRows, work.row_end - row));
-        const std::byte *x = p_.x.data + row * p_.x.stride, *weights = weights_;
+        const std::byte* x = p_.x.data + row * p_.x.stride;
+        const std::byte* weights = packed_ ? p_.w.lines_of(panel, p_.w.block[begin]) : weights_;
         if (begin == work.begin && begin != 0) load_sums<P>(acc, row, count, panel);
-        for (std::int64_t b = begin; b < end; b += kBlocks, parity ^= 1) {
-          const int blocks = static_cast<int>(std::min<std::int64_t>(kBlocks, end - b));
+        prefetch<P>(end < work.end ? panel : panel + P, end < work.end ? end : work.begin, work.end,
+                    (row - work.row_begin) / kRows, groups);
+        for (std::int64_t b = begin; b < end; ++b, parity ^= 1) {
           if (kWide && count > 16) {
-            weights = products<P, kWide>(x, count, weights, stride, b, blocks, parity, before);
+            weights = products<P, kWide>(x, count, weights, stride, b, parity, before);
           } else {
-            weights = products<P, false>(x, count, weights, stride, b, blocks, parity, before);
+            weights = products<P, false>(x, count, weights, stride, b, parity, before);
           }
-          before = Adder<P>(*this, row, count, panel, b, blocks, parity, acc);
-          if (b + kBlocks >= end && in_place) {
+          before = Adder<P>(*this, row, count, panel, b, parity, acc);
+          if (b + 1 == end && direct) {
             before.to = p_.y + row * p_.y_stride + panel * 16, before.to_stride = p_.y_stride;
           }
         }
       }
-      before.add(kRows);
-      if (last && !in_place) store_sums<P>(work, panel, finish);
+      if (last) before.add(kRows);
+      if (last && !direct) store_sums<P>(work, panel, finish);
       begin = end;
+    }
+  }
+
+  // Part `part` of `parts` of the weights of the blocks that come next.
+  template <int P>
+  void prefetch(std::int64_t panel, std::int64_t begin, std::int64_t work_end, std::int64_t part, std::int64_t parts) {
+    const Block &first = p_.w.block[begin], &last = p_.w.block[range_end(begin, work_end, P) - 1];
+    const std::int64_t bytes = (last.line + last.lines - first.line) * line_bytes(p_.w.how.format);
+    const std::int64_t from = bytes * part / parts / 64 * 64, to = bytes * (part + 1) / parts / 64 * 64;
+    for (int i = 0; i < P; ++i) {
+      const std::byte* p = p_.w.lines_of(panel + i, first);
+      for (std::int64_t at = from; at < to; at += 64) _mm_prefetch(p + at, _MM_HINT_T1);
     }
   }
 
@@ -188,31 +222,26 @@ class QuantizedTiles {
   // Adds the sums of some blocks, as tiles have stored them, to the outputs so far. Outputs and sums: [rows][P][16].
   template <int P>
   struct Adder {
-    typename Kind::Scale scale[kBlocks][P];
+    typename Kind::Scale scale[P];
     const float *factor = nullptr, *total = nullptr, *from = nullptr;
     const std::byte* sums = nullptr;
     float* to = nullptr;
-    std::int64_t pitch = 0, to_stride = 0;
-    int rows = 0, blocks = 0;
+    std::int64_t to_stride = 0;
+    int rows = 0;
     __mmask16 old = 0;  // none of the outputs so far in the first block
 
     Adder() = default;
-    LLMC_INLINE Adder(QuantizedTiles& tiles, std::int64_t row, int count, std::int64_t panel, std::int64_t b, int n,
+    LLMC_INLINE Adder(QuantizedTiles& tiles, std::int64_t row, int count, std::int64_t panel, std::int64_t b,
                       int parity, float* acc)
         : factor(tiles.p_.x.factor + b * tiles.p_.x.pitch + row),
           total(tiles.p_.x.sum + b * tiles.p_.x.pitch + row),
           from(acc),
-          sums(tiles.sums_[parity][0]),
+          sums(tiles.sums_[parity]),
           to(acc),
-          pitch(tiles.p_.x.pitch),
           to_stride(P * 16),
           rows(count),
-          blocks(n),
           old(b == 0 ? 0 : 0xffff) {
-      for (int j = 0; j < kBlocks; ++j) {
-        if (j >= n) break;
-        for (int i = 0; i < P; ++i) scale[j][i] = typename Kind::Scale(tiles.p_.w, panel + i, tiles.p_.w.block[b + j]);
-      }
+      for (int i = 0; i < P; ++i) scale[i] = typename Kind::Scale(tiles.p_.w, panel + i, tiles.p_.w.block[b]);
     }
 
     // The next rows, `count` at most.
@@ -220,89 +249,83 @@ class QuantizedTiles {
       count = std::min(count, rows);
       rows -= count;
       for (; count > 0; --count, ++factor, ++total, sums += P * 64, from += P * 16, to += to_stride) {
-        f32x16 v[P];
-        for (int i = 0; i < P; ++i) v[i] = {_mm512_maskz_loadu_ps(old, from + i * 16)};
-        for (int j = 0; j < kBlocks; ++j) {
-          if (j > 0 && j >= blocks) break;
-          const float a = factor[j * pitch], sum = total[j * pitch];
-          for (int i = 0; i < P; ++i) v[i] = Kind::add(scale[j][i], v[i], sums + j * 4096 + i * 64, a, sum);
+        for (int i = 0; i < P; ++i) {
+          const f32x16 v{_mm512_maskz_loadu_ps(old, from + i * 16)};
+          store(to + i * 16, Kind::add(scale[i], v, sums + i * 64, *factor, *total));
         }
-        for (int i = 0; i < P; ++i) store(to + i * 16, v[i]);
       }
     }
   };
 
-  // The products of `blocks` blocks from b on, and what `before` adds. Gives the weights of the next.
+  // The products of block b, and what `before` adds. Gives the weights of the next.
   template <int P, bool kTwo>
   LLMC_INLINE const std::byte* products(const std::byte* x, int count, const std::byte* w, std::int64_t w_stride,
-                                        std::int64_t b, int blocks, int parity, Adder<P> before) {
+                                        std::int64_t b, int parity, Adder<P> before) {
     kTwo ? state_.configure(16, count - 16, tile_rows_) : state_.configure(count, 0, tile_rows_);
     constexpr int kSums = kTwo ? 2 * P : P;
     const std::int64_t stride = p_.x.stride;
-    std::byte* sums = sums_[parity][0];
-    for (int j = 0; j < blocks; ++j, sums += 4096) {
-      const Block& block = p_.w.block[b + j];
-      const std::byte* a = x + block.line * column_bytes_;
-      const std::int64_t steps = tiles(block), bytes = tile_bytes();
-      const int slice = static_cast<int>(32 / (kSums * blocks * steps)) + 1;
-      _tile_zero(0);
-      if constexpr (P > 1) _tile_zero(1);
-      if constexpr (P > 2 || kTwo) _tile_zero(2);
-      if constexpr (kSums > 3) _tile_zero(3);
-      for (std::int64_t t = 0; t < steps; ++t, a += 64, w += bytes) {
-        _tile_loadd(4, a, stride);
-        if constexpr (kTwo) {
-          _tile_loadd(6, w, 64);
-          Kind::template multiply<0>();
+    std::byte* sums = sums_[parity];
+    const Block& block = p_.w.block[b];
+    const std::byte* a = x + block.line * column_bytes_;
+    const std::int64_t steps = tiles(block), bytes = tile_bytes();
+    const int slice = 32 / static_cast<int>(kSums * steps) + 1;
+    _tile_zero(0);
+    if constexpr (P > 1) _tile_zero(1);
+    if constexpr (P > 2 || kTwo) _tile_zero(2);
+    if constexpr (kSums > 3) _tile_zero(3);
+    for (std::int64_t t = 0; t < steps; ++t, a += 64, w += bytes) {
+      _tile_loadd(4, a, stride);
+      if constexpr (kTwo) {
+        _tile_loadd(6, w, 64);
+        Kind::template multiply<0>();
+        before.add(slice);
+        _tile_loadd(5, a + 16 * stride, stride);
+        Kind::template multiply<2>();
+        _tile_zero(6);
+        before.add(slice);
+        if constexpr (P > 1) {
+          _tile_loadd(7, w + w_stride, 64);
+          Kind::template multiply<1>();
+          _tile_zero(4);
           before.add(slice);
-          _tile_loadd(5, a + 16 * stride, stride);
-          Kind::template multiply<2>();
-          _tile_zero(6);
+          Kind::template multiply<3>();
+          _tile_zero(7);
           before.add(slice);
-          if constexpr (P > 1) {
-            _tile_loadd(7, w + w_stride, 64);
-            Kind::template multiply<1>();
-            _tile_zero(4);
-            before.add(slice);
-            Kind::template multiply<3>();
-            _tile_zero(7);
-            before.add(slice);
-          } else {
-            _tile_zero(4);
-          }
-          _tile_zero(5);
         } else {
-          _tile_loadd(5, w, 64);
-          Kind::template multiply<4>();
-          _tile_zero(5);
-          before.add(slice);
-          if constexpr (P > 1) {
-            _tile_loadd(6, w + w_stride, 64);
-            Kind::template multiply<5>();
-            _tile_zero(6);
-            before.add(slice);
-          }
-          if constexpr (P > 2) {
-            _tile_loadd(7, w + 2 * w_stride, 64);
-            Kind::template multiply<6>();
-            _tile_zero(7);
-            before.add(slice);
-            _tile_loadd(5, w + 3 * w_stride, 64);
-            Kind::template multiply<7>();
-            _tile_zero(5);
-            before.add(slice);
-          }
           _tile_zero(4);
         }
+        _tile_zero(5);
+      } else {
+        _tile_loadd(5, w, 64);
+        Kind::template multiply<4>();
+        _tile_zero(5);
+        before.add(slice);
+        if constexpr (P > 1) {
+          _tile_loadd(6, w + w_stride, 64);
+          Kind::template multiply<5>();
+          _tile_zero(6);
+          before.add(slice);
+        }
+        if constexpr (P > 2) {
+          _tile_loadd(7, w + 2 * w_stride, 64);
+          Kind::template multiply<6>();
+          _tile_zero(7);
+          before.add(slice);
+          _tile_loadd(5, w + 3 * w_stride, 64);
+          Kind::template multiply<7>();
+          _tile_zero(5);
+          before.add(slice);
+        }
+        _tile_zero(4);
       }
-      store_tile<0>(reinterpret_cast<float*>(sums), P * 64);
-      if constexpr (kTwo && P == 1) store_tile<2>(reinterpret_cast<float*>(sums + 1024), 64);
-      if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums + 64), P * 64);
-      if constexpr (kTwo && P > 1) store_tile<2>(reinterpret_cast<float*>(sums + 2048), 128);
-      if constexpr (kTwo && P > 1) store_tile<3>(reinterpret_cast<float*>(sums + 2048 + 64), 128);
-      if constexpr (P > 2) store_tile<2>(reinterpret_cast<float*>(sums + 128), P * 64);
-      if constexpr (P > 2) store_tile<3>(reinterpret_cast<float*>(sums + 192), P * 64);
     }
+    store_tile<0>(reinterpret_cast<float*>(sums), P * 64);
+    if constexpr (kTwo && P == 1) store_tile<2>(reinterpret_cast<float*>(sums + 1024), 64);
+    if constexpr (P > 1) store_tile<1>(reinterpret_cast<float*>(sums + 64), P * 64);
+    if constexpr (kTwo && P > 1) store_tile<2>(reinterpret_cast<float*>(sums + 2048), 128);
+    if constexpr (kTwo && P > 1) store_tile<3>(reinterpret_cast<float*>(sums + 2048 + 64), 128);
+    if constexpr (P > 2) store_tile<2>(reinterpret_cast<float*>(sums + 128), P * 64);
+    if constexpr (P > 2) store_tile<3>(reinterpret_cast<float*>(sums + 192), P * 64);
     before.add(32);
     return w;
   }
@@ -331,9 +354,10 @@ class QuantizedTiles {
   const QuantizedProduct& p_;
   const std::int64_t column_bytes_;  // of x, for a line
   std::int64_t tile_rows_;           // of B
+  bool packed_;                      // weights are multiplied as they lie in memory
   Tiles state_;
   alignas(64) std::byte weights_[kMostBytes];
-  alignas(64) std::byte sums_[2][kBlocks][4096];
+  alignas(64) std::byte sums_[2][4096];
   alignas(64) float acc_[kTaskRows * 32];
 };
 
@@ -345,14 +369,14 @@ void integer_tiles(const QuantizedProduct& p, std::int64_t row_begin, std::int64
   if (row_end - row_begin <= kFewIntegerRows) {
     return integer_vectors<F, Z>(p, row_begin, row_end, panel_begin, panel_end);
   }
-  QuantizedTiles<IntegerTiles<F, Z>, 1> tiles(p);
+  QuantizedTiles<IntegerTiles<F, Z>> tiles(p);
   tiles.run(row_begin, row_end, panel_begin, panel_end);
 }
 
 template <Format F, Zero Z>
 void bfloat16_tiles(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                     std::int64_t panel_end) {
-  QuantizedTiles<Bfloat16Tiles<F, Z>, 1> tiles(p);
+  QuantizedTiles<Bfloat16Tiles<F, Z>> tiles(p);
   tiles.run(row_begin, row_end, panel_begin, panel_end);
 }
 

@@ -92,6 +92,21 @@ LLMC_INLINE f32x16 column(i32x16 line, int j) {
   return to_float(field(line, j < 4 ? 8 * j : 8 * j - 28, 15));
 }
 
+#if defined(__AVX512F__)
+// 32 E4M3 numbers in bfloat16: exponent and mantissa move into place, the eight below 2^-6 are looked up.
+LLMC_INLINE void e4m3_line(const std::byte* p, std::byte* out) {
+  alignas(64) static constexpr std::int16_t kSmall[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m512i small = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kSmall)));
+  const __m512i code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i rest = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x7f0));
+  const __mmask32 few = _mm512_cmplt_epu16_mask(rest, _mm512_set1_epi16(0x80));
+  const __m512i magnitude =
+      _mm512_mask_permutexvar_epi16(_mm512_add_epi16(rest, _mm512_set1_epi16(120 << 7)), few, code, small);
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(static_cast<short>(0x8000)));
+  _mm512_storeu_si512(out, _mm512_or_si512(magnitude, sign));
+}
+#endif
+
 // A block of a panel, ready to be multiplied: bfloat16 [columns / 2][16][2] of codes minus zeros (without float zeros),
 // or float32 [columns][16] of numbers.
 template <Format F, Zero Z, bool kBfloat16>
@@ -111,6 +126,12 @@ void expand(const QuantizedPanels& w, std::int64_t panel, const Block& block, st
     return v;
   };
   constexpr int kColumns = static_cast<int>(line_columns(F));
+#if defined(__AVX512F__)
+  if constexpr (F == Format::fp8 && kBfloat16) {
+    for (std::int64_t l = 0; l < block.lines; ++l, p += 32, out += 64) e4m3_line(p, out);
+    return;
+  }
+#endif
   for (std::int64_t l = 0; l < block.lines; ++l, p += line_bytes(F)) {
     const i32x16 line = F == Format::fp8 ? load_words(p) : load_ints(p);
     for (int j = 0; j < kColumns; j += 2) {

@@ -75,6 +75,16 @@ def test_integer_products_have_the_same_bits_everywhere(format: str, zeros: str)
                 np.testing.assert_array_equal(found, whole[:rows], f"{isa}, {rows} rows, {given}")
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_many_long_rows_have_the_bits_of_each(format: str) -> None:
+    """Rows that do not fit into a cache go in turns, and their columns in parts."""
+    rng = np.random.default_rng(7)
+    weight = random_weight(rng, 40, 5000, format, 128)
+    x, some = rng.standard_normal((300, 5000), np.float32), [0, 31, 255, 256, 299]
+    given = attributes(format, 128, 128)
+    np.testing.assert_array_equal(run(x, weight, **given)[some], run(x[some], weight, "scalar", **given))
+
+
 @EACH_ISA
 @pytest.mark.parametrize(
     ("format", "compute"),
