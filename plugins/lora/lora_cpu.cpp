@@ -7,8 +7,9 @@
 namespace llmc::LLMC_ISA {
 namespace {
 
-constexpr std::int64_t kLanes = 16;    // partial sums over K
-constexpr std::int64_t kColumns = 64;  // of y, that a thread takes at a time
+constexpr std::int64_t kLanes = 16;       // partial sums over K
+constexpr std::int64_t kColumns = 64;     // of y, that a thread takes at a time
+constexpr std::int64_t kShare = 1 << 16;  // products that are worth waking a thread for
 
 // Lane by lane, then the lanes in order: the same for every row.
 float dot(const float* p, const float* q, std::int64_t count) {
@@ -46,6 +47,7 @@ class Lora : public Kernel {
               "a and b must be contiguous");
     }
     const std::int64_t count = a.shape[0], most = a.shape[1];
+    require(columns >= 1 && most >= 1, "K and the rank must be at least 1");
     require(ranks && ranks.dtype == DType::i32 && ranks.ndim == 1 && ranks.shape[0] == count && ranks.stride[0] == 1,
             "ranks must be int32 [adapters]");
     require(adapters && adapters.dtype == DType::i32 && adapters.ndim == 1 && adapters.shape[0] == rows &&
@@ -66,37 +68,42 @@ class Lora : public Kernel {
     const auto rank = [&](std::int64_t row) { return adapter_of[row] < 0 ? 0 : rank_of[adapter_of[row]]; };
 
     auto* inner = context.scratch.array<float>(rows * most);
-    context.pool.split(rows * most, 4, [&](std::int64_t begin, std::int64_t end, int) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::int64_t row = i / most, j = i % most;
-        if (j >= rank(row)) continue;
-        const float* factors = a.as<const float>() + (adapter_of[row] * most + j) * columns;
-        inner[i] = dot(factors, x.as<const float>() + row * x.stride[0], columns);
-      }
-    });
+    context.pool.split(rows * most, std::max<std::int64_t>(1, kShare / columns),
+                       [&](std::int64_t begin, std::int64_t end, int) {
+                         for (std::int64_t i = begin; i < end; ++i) {
+                           const std::int64_t row = i / most, j = i % most;
+                           if (j >= rank(row)) continue;
+                           const float* factors = a.as<const float>() + (adapter_of[row] * most + j) * columns;
+                           inner[i] = dot(factors, x.as<const float>() + row * x.stride[0], columns);
+                         }
+                       });
     const std::int64_t blocks = (outputs + kColumns - 1) / kColumns;
-    context.pool.split(rows * blocks, 1, [&](std::int64_t begin, std::int64_t end, int) {
-      for (std::int64_t i = begin; i < end; ++i) {
-        const std::int64_t row = i / blocks, first = i % blocks * kColumns, width = std::min(kColumns, outputs - first);
-        const float* source = base.as<const float>() + row * base.stride[0] + first;
-        float* target = y.as<float>() + row * y.stride[0] + first;
-        float sums[kColumns] = {};
-        for (std::int64_t j = 0; j < rank(row); ++j) {
-          const float* factors = b.as<const float>() + (adapter_of[row] * most + j) * outputs + first;
-          const float h = inner[row * most + j];
-          if (width == kColumns) {
-            for (std::int64_t c = 0; c < kColumns; ++c) sums[c] += h * factors[c];
-          } else {
-            for (std::int64_t c = 0; c < width; ++c) sums[c] += h * factors[c];
-          }
-        }
-        if (rank(row) == 0) {
-          if (target != source) std::memcpy(target, source, static_cast<std::size_t>(width) * sizeof(float));
-        } else {
-          for (std::int64_t c = 0; c < width; ++c) target[c] = source[c] + sums[c];
-        }
-      }
-    });
+    context.pool.split(rows * blocks, std::max<std::int64_t>(1, kShare / (kColumns * most)),
+                       [&](std::int64_t begin, std::int64_t end, int) {
+                         for (std::int64_t i = begin; i < end; ++i) {
+                           const std::int64_t row = i / blocks, first = i % blocks * kColumns,
+                                              width = std::min(kColumns, outputs - first);
+                           const float* source = base.as<const float>() + row * base.stride[0] + first;
+                           float* target = y.as<float>() + row * y.stride[0] + first;
+                           float sums[kColumns] = {};
+                           for (std::int64_t j = 0; j < rank(row); ++j) {
+                             const float* factors =
+                                 b.as<const float>() + (adapter_of[row] * most + j) * outputs + first;
+                             const float h = inner[row * most + j];
+                             if (width == kColumns) {
+                               for (std::int64_t c = 0; c < kColumns; ++c) sums[c] += h * factors[c];
+                             } else {
+                               for (std::int64_t c = 0; c < width; ++c) sums[c] += h * factors[c];
+                             }
+                           }
+                           if (rank(row) == 0) {
+                             if (target != source)
+                               std::memcpy(target, source, static_cast<std::size_t>(width) * sizeof(float));
+                           } else {
+                             for (std::int64_t c = 0; c < width; ++c) target[c] = source[c] + sums[c];
+                           }
+                         }
+                       });
   }
 };
 
