@@ -174,6 +174,21 @@ def test_best_of(client: openai.OpenAI) -> None:
     assert found == pytest.approx(means[:2])
 
 
+def test_sec_19_prefixes_are_shared_within_a_salt(client: openai.OpenAI) -> None:
+    """S15; the answers are the same either way."""
+    prompt = [1, *range(100, 180)]
+
+    def ask(salt: str) -> tuple[str, int]:
+        answer = client.completions.create(
+            model="script", prompt=prompt, temperature=0, max_tokens=4, extra_body={"cache_salt": salt}
+        )
+        return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens
+
+    first, again, other = ask("one"), ask("one"), ask("other")
+    assert first[0] == again[0] == other[0]
+    assert (first[1], other[1]) == (0, 0) and again[1] >= 64
+
+
 def test_responses(client: openai.OpenAI) -> None:
     inputs: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "m"}]}]
     for value in ("m", inputs):
