@@ -30,7 +30,7 @@ from llmc.compiler.quantize.decisions import plan as plan_quantization
 from llmc.compiler.quantize.imported import Imported, keep_quantized
 from llmc.compiler.quantize.samples import calibration_tokens
 from llmc.compiler.quantize.sites import find_sites
-from llmc.compiler.quantize.spend import check_budget
+from llmc.compiler.quantize.spend import check_goal
 from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
 from llmc.compiler.targets.base import Target, find_target
@@ -194,10 +194,8 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     parameters = {name: checkpoint.weight(name) for name in checkpoint.names}
     if recipe is not None:
         planned = plan_quantization(steps, parameters, recipe, config.compute)
-        if recipe.max_ppl_increase is not None:
-            raise UsageError("recipe: max_ppl_increase is not supported by this version; give a budget, and --gate")
-        if recipe.budget is not None:
-            check_budget(planned)
+        if planned.has_goal:
+            check_goal(planned)
         unused = not planned.needs_calibration and not kv_cache.is_centred(kv_dtype)
         if unused and recipe.calibration != CalibrationSettings():
             progress.note("the text for calibration is not looked at: what is quantized here needs none")

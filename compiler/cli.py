@@ -238,7 +238,7 @@ def _print(result: dict[str, Any], as_json: bool) -> None:
 def _print_pairs(rows: list[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        click.echo(f"{name:<{width}}  {value}")
+        click.echo(f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)))
 
 
 def _print_rows(rows: list[dict[str, str]], as_json: bool) -> None:

@@ -63,7 +63,14 @@ def _weights() -> list[Callable[[Command], Command]]:
         click.option("--quant-lm-head", is_flag=True, help="Quantize the output layer too."),
         click.option("--quant-embedding", is_flag=True, help="Quantize the embedding too."),
         click.option(
-            "--budget", help="Bits per weight, such as 4.3bpw: weights that suffer most get 8 bits, as many as fit."
+            "--budget",
+            help="Bits per weight, such as 4.3bpw: each layer gets smaller groups, 8 bits, or stays as it is, where "
+            "that helps the model most (as measured by the KL divergence of its output).",
+        ),
+        click.option(
+            "--max-ppl-increase",
+            help="The most that the perplexity may grow, such as 2%: the smallest choice of formats that is estimated "
+            "to stay below, measured at the end on text that is held out of the calibration.",
         ),
     ]
 

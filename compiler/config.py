@@ -12,6 +12,7 @@ from llmc.errors import UsageError
 from llmc.plugins.paged_attention.storage import ALIASES as KV_ALIASES
 from llmc.plugins.paged_attention.storage import KV_DTYPES, QUANTIZED
 from llmc.quantization.base import parse_method
+from llmc.quantization.budget import parse_increase
 from llmc.quantization.calibration import BUILT_IN, CalibrationSettings
 from llmc.quantization.recipe import Recipe, read_recipe
 
@@ -73,6 +74,7 @@ class BuildConfig:
     calib_length: int | None = None
     calib_seed: int = 0
     budget: str | None = None
+    max_ppl_increase: str | None = None
     reuse: Path | None = None
     locked: Path | None = None
     lora: Path | None = None
@@ -102,6 +104,8 @@ class BuildConfig:
         changes |= {"lm_head": True} if self.quant_lm_head else {}
         changes |= {"embedding": True} if self.quant_embedding else {}
         changes |= {} if self.budget is None else {"budget": self.budget}
+        if self.max_ppl_increase is not None:
+            changes["max_ppl_increase"] = parse_increase(self.max_ppl_increase)
         recipe = replace(given, **changes, calibration=self._chosen(given.calibration))
         if recipe.method is None and not any(rule.method for rule in recipe.rules):
             measured = self.kv_dtype in QUANTIZED
@@ -145,6 +149,7 @@ class BuildConfig:
             "--calib-length": self.calib_length is not None,
             "--calib-seed": self.calib_seed != 0,
             "--budget": self.budget is not None,
+            "--max-ppl-increase": self.max_ppl_increase is not None,
             "--reuse": self.reuse is not None,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ LABELS = {
     "dtype": "weights",
     "quantization": "quantized",
     "bits_per_weight": "bits per quantized weight",
+    "goal": "formats chosen",
     "kv_dtype": "KV cache",
     "kv_centred": "cached keys and values less their means",
     "target": "target",
@@ -77,6 +79,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         "dtype": result.model.dtype,
         "quantization": result.model.quantization,
         "bits_per_weight": result.report.get("quantization", {}).get("summary", {}).get("bits_per_weight"),
+        "goal": result.report.get("quantization", {}).get("goal"),
         "kv_dtype": result.kv_dtype,
         "limits": asdict(result.limits),
         "engine_bytes": result.engine_bytes,
@@ -105,6 +108,8 @@ def _text(key: str, value: Any) -> str:
         return "passed: " + ", ".join(f"{c['metric']}{c['wanted']} ({c['shown']})" for c in value["conditions"])
     if key == "quality":
         return _quality_text(value)
+    if key == "goal":
+        return _goal_lines(value)
     if key in ("stored", "files"):
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in value.items())
     if key.endswith(("_bytes", "bytes_per_token", "bytes_per_sequence")):
@@ -116,6 +121,38 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ("; " if key == "warnings" else ", ").join(map(str, value))
     return str(value)
+
+
+GOAL_HEADS = ("bits per weight", "size", "perplexity", "layers")
+
+
+def goal_rows(goal: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The choices of formats that no other beats in both size and damage, as texts under GOAL_HEADS."""
+    return [
+        (
+            f"{row['bits_per_weight']:.3f}" + (" (chosen)" if "chosen" in row else ""),
+            format_bytes(row["bytes"]),
+            f"{row['ppl_increase'] * 100:+.3g} %",
+            ", ".join(f"{count} {label}" for label, count in row["layers"].items()),
+        )
+        for row in goal["table"]
+    ]
+
+
+def goal_text(goal: Mapping[str, Any]) -> str:
+    """What was measured of the choice."""
+    found = goal["held_out"]
+    return (
+        f"perplexity {found['increase'] * 100:+.3g} % on {found['tokens']} held-out tokens "
+        f"({found['source']:g} to {found['perplexity']:g}), estimated {found['estimated'] * 100:+.3g} %"
+    )
+
+
+def _goal_lines(goal: Mapping[str, Any]) -> str:
+    rows = [GOAL_HEADS, *goal_rows(goal)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
+    return "\n".join([goal_text(goal), *lines])
 
 
 def _quality_text(quality: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from llmc.errors import UsageError
 
 _MOST_POINTS = 20_000  # of the front while layers are added; beyond it, only the best of each interval of sizes is kept
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?)\s*bpw")
+_INCREASE = re.compile(r"\+?(\d+(?:\.\d+)?)\s*%")
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,14 @@ def parse_budget(text: str) -> float:
     if not match or not 0 < float(match[1]) <= 32:
         raise UsageError(f"--budget {text}: expected bits per weight, such as 4.3bpw")
     return float(match[1])
+
+
+def parse_increase(text: str) -> float:
+    """``2%`` -> 0.02. Raises UsageError."""
+    match = _INCREASE.fullmatch(text.strip())
+    if not match or not 0 < float(match[1]) < 10_000:
+        raise UsageError(f"--max-ppl-increase {text}: expected a share of the perplexity, such as 2%")
+    return float(match[1]) / 100
 
 
 def _unbeaten(sizes: npt.NDArray[np.int64], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:

@@ -49,7 +49,8 @@ class Recipe:
     """The method, exceptions to it, and what it is calibrated with.
 
     Of the rules, the first that fits a weight counts. Without one the head and the embedding stay as they are unless
-    ``lm_head`` or ``embedding`` is set. ``budget``: bits per weight, such as "4.3bpw".
+    ``lm_head`` or ``embedding`` is set. ``budget``: bits per weight, such as "4.3bpw"; ``max_ppl_increase``: a share of
+    the perplexity, such as 0.02. With one of them the method is but the form of the smallest weights.
     """
 
     method: Method | None = None
@@ -68,7 +69,7 @@ class Recipe:
                 f"recipe: max_ppl_increase {self.max_ppl_increase}: expected a share, such as 0.02 for 2 %"
             )
         if self.budget is not None and self.max_ppl_increase is not None:
-            raise UsageError("recipe: budget and max_ppl_increase exclude each other; give one of them")
+            raise UsageError("--budget and --max-ppl-increase (recipe: budget, max_ppl_increase) exclude each other")
 
     def method_for(self, name: str, role: str) -> Method | None:
         """The method for a weight; None leaves it as it is."""

@@ -142,3 +142,11 @@ def round_to_nearest(weight: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] 
     groups = split_groups(weight, scheme.group)
     grid = fit(groups, scheme, clip)
     return to_quantized(to_codes(groups, grid, scheme.bits), grid, scheme, weight.shape[1])
+
+
+def round_inputs(rows: FloatArray, group: int, largest: FloatArray | float | None = None) -> FloatArray:
+    """Inputs [n, K] as int8 with a scale for so many columns of a row (0: a row), or that of a ``largest`` input."""
+    groups = split_groups(rows, group)
+    span = np.abs(groups).max(-1, keepdims=True) if largest is None else np.asarray(largest, np.float32)
+    step = np.maximum(span, np.float32(1e-30)) / np.float32(127)
+    return np.asarray(join_groups(np.clip(np.rint(groups / step), -127, 127) * step, rows.shape[1]), np.float32)

@@ -24,7 +24,7 @@ from llmc.quantization.base import (
 )
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import Preset, option
-from llmc.quantization.rounding import join_groups, round_scale, round_to_nearest, split_groups, spread_rows
+from llmc.quantization.rounding import round_inputs, round_scale, round_to_nearest, spread_rows
 
 W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and 128 inputs")
 
@@ -97,10 +97,7 @@ class SmoothQuant(Method):
         rows, largest = inputs.rows, inputs.max_abs
         if scale is not None:
             weight, rows, largest = weight * scale, rows / scale, largest / scale
-        pieces = split_groups(rows, self.x_group)
-        span = largest.max() if self.inputs == "static" else np.abs(pieces).max(-1, keepdims=True)
-        step = np.maximum(span, np.float32(1e-30)) / np.float32(127)
-        rounded = join_groups(np.clip(np.rint(pieces / step), -127, 127) * step, rows.shape[1])
+        rounded = round_inputs(rows, self.x_group, largest.max() if self.inputs == "static" else None)
         outputs = rounded @ round_to_nearest(weight, self.weights).dequantize().T
         return float(np.sum(np.square(outputs - wanted), dtype=np.float64))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +26,12 @@ from llmc.compiler.quantize.activations import Activations
 from llmc.compiler.quantize.choose import Scales, choose_scales
 from llmc.compiler.quantize.decisions import Planned, compute_of, x_group_of
 from llmc.compiler.quantize.experts import ExpertInputs, Routing
-from llmc.compiler.quantize.interpreter import Interpreter, Weights
-from llmc.compiler.quantize.pack import Inputs, dequantized, quantize_site
+from llmc.compiler.quantize.interpreter import Interpreter
+from llmc.compiler.quantize.loader import Loader
+from llmc.compiler.quantize.pack import Inputs, quantize_site
 from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
-from llmc.compiler.quantize.reuse import FOLDED
 from llmc.compiler.quantize.sites import DOWN, GATE_UP, Site, unrounded
-from llmc.compiler.quantize.spend import RECORD, spend
-from llmc.compiler.quantize.work import Record, Work
-from llmc.compiler.weights import numpy_dtype
-from llmc.plugins.linear import packing as panels
+from llmc.compiler.quantize.work import FOLDED, Record, Work
 from llmc.quantization.base import LayerInputs, Statistics
 from llmc.quantization.statistics import InputCollector
 from llmc.runtime.batch import Batch
@@ -57,18 +54,30 @@ class Quantization:
     planned: Planned
     records: Mapping[str, Record]
     scales: Scales
-    budget: Mapping[str, Any] | None
-    """How a budget was spent."""
+    goal: Mapping[str, Any] | None = None
+    """How formats were chosen, where there was a goal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What is run: chunks of the calibration; and where formats are to be chosen, tokens for trials and held-out ones.
+
+    ``trials``, ``held_out``: int32 [samples, length].
+    """
+
+    calibration: Sequence[Batch]
+    trials: NDArray[np.int32]
+    held_out: NDArray[np.int32]
 
 
 def quantize(
-    planned: Planned, chunks: Callable[[], Sequence[Batch]], dtype: str, work: Work, threads: int, progress: Progress
+    planned: Planned, tokens: Callable[[], Tokens], dtype: str, work: Work, threads: int, progress: Progress
 ) -> Quantization:
     """Do it.
 
     Args:
         planned: what to do.
-        chunks: gives the tokens of calibration, if they are needed.
+        tokens: gives the tokens of calibration, if they are needed.
         dtype: that of the weights that stay.
         work: keeps results.
         threads: they change no bit.
@@ -78,21 +87,23 @@ def quantize(
         CompileError: numbers that are not finite.
         ResourceError: the disk is full.
     """
-    return _Quantizer(planned, chunks, dtype, work, threads, progress).run()
+    return Quantizer(planned, tokens, dtype, work, threads, progress).run()
 
 
-class _Quantizer:
+class Quantizer:
+    """See ``quantize``."""
+
     def __init__(
         self,
         planned: Planned,
-        chunks: Callable[[], Sequence[Batch]],
+        tokens: Callable[[], Tokens],
         dtype: str,
         work: Work,
         threads: int,
         progress: Progress,
     ) -> None:
         self._planned = planned
-        self._chunks = chunks
+        self._tokens = tokens
         self._dtype = dtype
         self._work = work
         self._threads = threads
@@ -103,11 +114,11 @@ class _Quantizer:
                 self._by_position.setdefault(site.product[0], []).append(site)
 
     def run(self) -> Quantization:
-        budget = self._spend() if self._planned.budget is not None else None
+        """Quantize all of it."""
         planned = self._planned
         seen = [s for s in planned.chosen if self._needs(s) is not Statistics.NONE and not self._follows(s)]
         missing = [site for site in seen if self._work.find(site.name) is None]
-        if any(self._work.find(_inputs_name(site)) is None for site in missing):
+        if any(self._work.find(inputs_name(site)) is None for site in missing):
             self._calibrate(seen)
         scales = choose_scales(
             planned.graph, [site for site in seen if planned.method(site).folds], planned, self._work, self._progress
@@ -129,22 +140,13 @@ class _Quantizer:
             records[site.name] = record
         made = {site.name: self._quantized(site, records[site.name]) for site in planned.chosen}
         graph = self._with_folded(replace_weights(graph, made), scales.touched)
-        return Quantization(graph, planned, records, scales, budget)
+        return Quantization(graph, planned, records, scales)
 
-    def _spend(self) -> dict[str, Any]:
-        """Choose the bits of each weight; what arrives at them has to be known for that."""
-        planned = self._planned
-        assert planned.budget is not None, "there is a budget"
-        seen = [site for site in planned.chosen if site.product is not None]
-        if self._work.find(RECORD) is None and any(self._work.find(_inputs_name(site)) is None for site in seen):
+    def see_inputs(self) -> None:
+        """Calibrate every product of the plan, whether its method asks for that or not."""
+        seen = [site for site in self._planned.chosen if site.product is not None]
+        if any(self._work.find(inputs_name(site)) is None for site in seen):
             self._calibrate(seen)
-
-        def inputs(site: Site, expert: int | None) -> LayerInputs | None:
-            record = self._work.find(_inputs_name(site))
-            return None if record is None else self._work.inputs(record, ALL if expert is None else str(expert))
-
-        self._planned, facts = spend(planned.graph, planned, planned.budget, self._work, inputs, self._progress)
-        return facts
 
     def _with_folded(self, graph: LoweredGraph, names: Collection[str]) -> LoweredGraph:
         """Floats with folded factors that were taken over from another engine."""
@@ -172,11 +174,11 @@ class _Quantizer:
     def _keep(self, interpreter: Interpreter, position: int, sites: Sequence[Site], loader: Loader) -> None:
         whole = [site for site in sites if site.experts is None]
         for site in whole:
-            if self._work.find(_inputs_name(site)) is None:
+            if self._work.find(inputs_name(site)) is None:
                 self._work.keep_inputs(
-                    _inputs_name(site), {ALL: self._collect(interpreter, position, site, Statistics.INPUTS)}, {}
+                    inputs_name(site), {ALL: self._collect(interpreter, position, site, Statistics.INPUTS)}, {}
                 )
-        missing = [s for s in sites if s.experts is not None and self._work.find(_inputs_name(s)) is None]
+        missing = [s for s in sites if s.experts is not None and self._work.find(inputs_name(s)) is None]
         if missing:
             routing = Routing(interpreter, position, missing[0].experts or 0)
             for site in missing:
@@ -184,7 +186,7 @@ class _Quantizer:
                 found = {str(expert): given(expert) for expert in range(site.experts or 0)}
                 if _input_of(site) == GATE_UP:
                     found[ALL] = self._collect(interpreter, position, site, Statistics.INPUTS)
-                self._work.keep_inputs(_inputs_name(site), found, routing.facts())
+                self._work.keep_inputs(inputs_name(site), found, routing.facts())
 
     def _collect(
         self, interpreter: Interpreter, position: int, site: Site, needs: Statistics | None = None
@@ -225,7 +227,7 @@ class _Quantizer:
         weight = graph.weights[site.name]
         assert isinstance(weight, PackedWeight), "a weight of the checkpoint"
         method, inputs, facts = self._planned.method(site), None, dict(scales.facts.get(site.name, {}))
-        record = self._work.find(_inputs_name(site))
+        record = self._work.find(inputs_name(site))
         if record is not None:
             inputs = self._kept_inputs(record, scales.of.get(site.name))
             facts |= {key: value for key, value in record.facts.items() if key != "counts"}
@@ -278,7 +280,7 @@ class _Quantizer:
         """Run the steps up to each of these weights in turn, and do there what is to be done."""
         wanted = {site.name for site in sites}
         positions = sorted({site.product[0] for site in sites if site.product is not None})
-        chunks = self._chunks()
+        chunks = self._tokens().calibration
         folder = self._work.path / name.split()[0]
         folder.mkdir(exist_ok=True)
         activations = Activations(folder, len(chunks))
@@ -313,62 +315,6 @@ class _Quantizer:
         )
 
 
-class Loader(Weights):
-    """Weights in the dtype of the engine; those that are quantized by now as the numbers that they stand for."""
-
-    def __init__(self, graph: LoweredGraph, quantized: Mapping[str, Site], work: Work, dtype: str) -> None:
-        self.graph = graph
-        self._quantized = quantized
-        self._work = work
-        self._dtype = numpy_dtype(dtype)
-
-    def load(self, name: str) -> NDArray[Any]:
-        """See Weights."""
-        weight = self.graph.weights[name]
-        site, record = self._record(name)
-        if site is None or record is None:
-            return np.concatenate([chunk.reshape(-1) for chunk in weight.chunks()]).reshape(weight.shape)
-        if site.experts is None:
-            return self._pack(dequantized(site, record, self._work))
-        return np.stack([self._pack(dequantized(site, record, self._work, e)) for e in range(site.experts)])
-
-    def expert(self, name: str, expert: int) -> NDArray[Any]:
-        """One matrix of several, packed."""
-        weight = self.graph.weights[name]
-        site, record = self._record(name)
-        if site is not None and record is not None:
-            return self._pack(dequantized(site, record, self._work, expert))
-        assert isinstance(weight, PackedWeight), "a weight of the checkpoint"
-        return panels.pack(weight.source.rows(expert, expert + 1)[0])
-
-    def is_table(self, name: str) -> bool:
-        """See Weights."""
-        return isinstance(self.graph.weights[name], PackedWeight)
-
-    def table_rows(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """See Weights."""
-        weight = self.graph.weights[name]
-        assert isinstance(weight, PackedWeight), "a weight of the checkpoint"
-        site, record = self._record(name)
-        if site is not None and record is not None:
-            from llmc.plugins.quantized_linear import packing
-
-            tensors = {suffix: tensor.read() for suffix, tensor in self._work.tensors(record).items()}
-            facts = record.facts
-            return packing.dequantize_rows(
-                facts["format"], facts["group"], tensors[""], tensors[".scale"], tensors.get(".zero"), ids, site.columns
-            )
-        parts = [weight.source.rows(begin, end) for begin, end in _runs(ids)]
-        return np.concatenate(parts).astype(np.float32)
-
-    def _record(self, name: str) -> tuple[Site | None, Record | None]:
-        site = self._quantized.get(name)
-        return site, None if site is None else self._work.find(name)
-
-    def _pack(self, matrix: NDArray[np.float32]) -> NDArray[Any]:
-        return panels.pack(matrix.astype(self._dtype))
-
-
 def _input_of(site: Site) -> int:
     """Which input of its product it is."""
     assert site.product is not None, f"{site.name} is multiplied"
@@ -379,13 +325,6 @@ def _only(inputs: LayerInputs) -> Inputs:
     return lambda _: inputs
 
 
-def _runs(ids: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as ranges [begin, end) of neighbours."""
-    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
-    for part in np.split(ids, cuts):
-        if len(part):
-            yield int(part[0]), int(part[-1]) + 1
-
-
-def _inputs_name(site: Site) -> str:
+def inputs_name(site: Site) -> str:
+    """The record of what arrives at a weight."""
     return f"inputs of {site.name}"

@@ -13,8 +13,10 @@ import llmc
 from llmc.compiler.lower import LoweredGraph, LoweredModel
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import coverage
-from llmc.compiler.quantize.apply import Quantization, quantize
+from llmc.compiler.quantize.apply import Quantization, Tokens, quantize
 from llmc.compiler.quantize.decisions import Planned, compute_of, method_text, x_group_of
+from llmc.compiler.quantize.goal import quantize_for_goal
+from llmc.compiler.quantize.heldout import hold_out
 from llmc.compiler.quantize.interpreter import make_chunks
 from llmc.compiler.quantize.locked import check_calibration
 from llmc.compiler.quantize.replace import QuantizedWeight, replace_weights
@@ -51,8 +53,8 @@ class Result:
         q = self.quantization
         coverage.check(q.planned, q.graph)
         found = coverage.manifest(q.planned, steps, lowered.weights, q.records, q.scales.touched)
-        budget = {} if q.budget is None else {"budget": q.budget}
-        return {"compute": q.planned.compute, **found, **budget, "recipe": self.recipe}
+        goal = {} if q.goal is None else {"goal": q.goal}
+        return {"compute": q.planned.compute, **found, **goal, "recipe": self.recipe}
 
 
 def quantization_text(planned: Planned) -> str:
@@ -143,12 +145,20 @@ def quantized(
     with open_work(target, key, progress) as work:
         digest = key_digest(key)
         take_over(work, planned, digest, engines, progress)
-        chunks = make_chunks(list(tokens.tokens)) if tokens is not None else []
-        found = quantize(planned, lambda: chunks, dtype, work, thread_count(), progress)
+        run = quantize_for_goal if planned.has_goal else quantize
+        found = run(planned, lambda: _tokens(planned, tokens), dtype, work, thread_count(), progress)
         section = described | {"compute": planned.compute, "key": digest}
         if isa is not None:
             section["isa"] = isa
         yield Result(found, section)
+
+
+def _tokens(planned: Planned, calibration: Calibration | None) -> Tokens:
+    assert calibration is not None, "it was asked for"
+    kept = held = calibration.tokens
+    if planned.has_goal:
+        kept, held = hold_out(calibration.tokens)
+    return Tokens(make_chunks(list(kept)), kept, held)
 
 
 def thread_count() -> int:

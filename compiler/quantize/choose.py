@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.folding import Factors, Folding, Producer
 from llmc.compiler.quantize.sites import DOWN, GATE_UP, Site, unrounded
 from llmc.compiler.quantize.work import Record, Work
+from llmc.quantization.base import Method
+from llmc.quantization.rounding import IntegerMethod
 
 MAX_ROWS = 1 << 14
 """Of the experts that share an input, so many rows are looked at, evenly spread."""
@@ -110,7 +112,7 @@ class _Choice:
             }
 
     def _producer(self, x: View, members: Sequence[Site]) -> Producer | str:
-        if len({self._planned.method(site) for site in members}) > 1:
+        if len({_family(self._planned.method(site)) for site in members}) > 1:
             return "the weights that read it have different methods"
         chosen = {site.name for site in self._planned.chosen}
         if others := [name for name in self._weights_of(x) if name in chosen - {m.name for m in members}]:
@@ -197,6 +199,11 @@ class _Choice:
     def _read(self, record: Record) -> Factors | None:
         tensors = self._work.tensors(record)
         return tensors[""].read() if tensors else None
+
+
+def _family(method: Method) -> Method:
+    """Methods that differ in bits and groups alone choose factors together."""
+    return replace(method, bits=4, group=0) if isinstance(method, IntegerMethod) else method
 
 
 def _no_fold(step: LoweredStep, readers: Sequence[int]) -> str:

@@ -41,6 +41,12 @@ class Planned:
     decisions: Mapping[str, Decision]
     compute: str
     budget: str | None = None
+    max_ppl_increase: float | None = None
+
+    @property
+    def has_goal(self) -> bool:
+        """Whether formats have to be chosen, by what they do to the model."""
+        return self.budget is not None or self.max_ppl_increase is not None
 
     @property
     def chosen(self) -> Sequence[Site]:
@@ -56,7 +62,7 @@ class Planned:
     @property
     def needs_calibration(self) -> bool:
         """Whether tokens have to be run."""
-        if self.budget is not None:
+        if self.has_goal:
             return True
         return any(self.method(s).needs is not Statistics.NONE for s in self.chosen if s.product is not None)
 
@@ -78,7 +84,7 @@ def plan(graph: LoweredGraph, parameters: Mapping[str, WeightSource], recipe: Re
             graph = split_parts(graph, site, groups)
     sites = find_sites(graph, parameters)
     decisions = {site.name: _of_all_parts(recipe, site) for site in sites}
-    planned = Planned(graph, sites, decisions, compute, recipe.budget)
+    planned = Planned(graph, sites, decisions, compute, recipe.budget, recipe.max_ppl_increase)
     if not planned.chosen:
         raise UsageError(
             f"--quant: none of the {len(sites)} weights would be quantized: "

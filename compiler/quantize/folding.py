@@ -265,7 +265,7 @@ class Folding:
         if view is None:
             return None
         flat = weights.read(self._source(view.buffer.name)).astype(np.float32).reshape(-1)
-        return strided(flat, view, 1).copy()
+        return strided(flat, view, 1, 1).copy()
 
     def _source(self, name: str) -> WeightSource:
         weight = self._graph.weights[name]

@@ -6,7 +6,7 @@ other through them; what later steps read is kept in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +82,7 @@ class Interpreter:
     """Runs stretches of steps in order.
 
     Args:
-        graph: what to run. Logits are asked for all rows.
+        graph: what to run.
         chunks: the tokens.
         weights: gives the weights when they are needed.
         activations: keeps what crosses from one stretch to the next.
@@ -101,10 +101,12 @@ class Interpreter:
         self.chunks = chunks
         self.activations = activations
         self._slots = graph.kv_slots
+        self._logits = graph.logits
         self._weights = weights
         self._threads = threads
         self._small: dict[str, NDArray[Any]] = {}
         self._first, self._last = _lifetimes(self.steps)
+        self._last[graph.logits.buffer] = len(self.steps)
 
     def run(self, begin: int, end: int) -> None:
         """Run the steps ``begin`` to ``end`` (exclusive) over all chunks."""
@@ -113,16 +115,21 @@ class Interpreter:
         outgoing = self._crossing(end)
         for number, batch in enumerate(self.chunks):
             memory = {buffer: self.activations.get(buffer.name, number) for buffer in incoming}
-            for position in range(begin, end):
-                step = self.steps[position]
-                self._run_step(step, memory, batch, loaded)
-                for buffer in [b for b in memory if self._last[b] <= position]:
-                    del memory[buffer]
+            self._run_steps(begin, end, memory, batch, loaded)
             for buffer in outgoing:
                 self.activations.put(buffer.name, number, memory[buffer])
         for buffer in incoming:
             if buffer not in outgoing:
                 self.activations.drop(buffer.name)
+
+    def logits(self, begin: int) -> Iterator[NDArray[np.float32]]:
+        """Run the steps from ``begin`` on; the logits of each chunk."""
+        loaded = self._load(self.steps[begin:])
+        for number, batch in enumerate(self.chunks):
+            memory = {buffer: self.activations.get(buffer.name, number) for buffer in self._crossing(begin)}
+            self._run_steps(begin, len(self.steps), memory, batch, loaded)
+            yield view_of(self._logits, memory, batch)
+        self.activations.clear()
 
     def visit(self, position: int, watcher: Watcher) -> None:
         """Show a watcher the inputs of the step that comes next, once ``run`` has come up to it."""
@@ -140,11 +147,26 @@ class Interpreter:
             for view in step.inputs
         ]
 
+    def _run_steps(
+        self,
+        begin: int,
+        end: int,
+        memory: dict[Buffer, NDArray[Any]],
+        batch: Batch,
+        loaded: Mapping[str, NDArray[Any]],
+        weights: Weights | None = None,
+    ) -> None:
+        for position in range(begin, end):
+            self._run_step(self.steps[position], memory, batch, loaded, weights)
+            for buffer in [b for b in memory if self._last[b] <= position]:
+                del memory[buffer]
+
     def _crossing(self, position: int) -> list[Buffer]:
         """Buffers that hold something when so many steps have run, and that later ones use."""
         return [b for b, first in self._first.items() if first < position <= self._last[b]]
 
     def _load(self, steps: Sequence[LoweredStep]) -> dict[str, NDArray[Any]]:
+        """The weights of steps, but for tables of which rows can be read."""
         loaded: dict[str, NDArray[Any]] = {}
         for step in steps:
             for index, view in enumerate(step.inputs):
@@ -161,12 +183,17 @@ class Interpreter:
         return loaded
 
     def _run_step(
-        self, step: LoweredStep, memory: dict[Buffer, NDArray[Any]], batch: Batch, loaded: Mapping[str, NDArray[Any]]
+        self,
+        step: LoweredStep,
+        memory: dict[Buffer, NDArray[Any]],
+        batch: Batch,
+        loaded: Mapping[str, NDArray[Any]],
+        weights: Weights | None = None,
     ) -> None:
-        tokens = len(batch.input_ids)
+        sizes = len(batch.input_ids), len(batch.logit_rows)
         for view in step.outputs:
             if view.buffer not in memory:
-                size = view.buffer.elements.at(tokens, tokens)
+                size = view.buffer.elements.at(*sizes)
                 memory[view.buffer] = np.empty(size, numpy_dtype(view.buffer.dtype))
         inputs = self.inputs(step, memory, batch)
         outputs = [view_of(view, memory, batch) for view in step.outputs]
@@ -174,12 +201,12 @@ class Interpreter:
         if table is not None and table.buffer.name not in loaded:
             assert inputs[0] is not None, "embedding has two inputs"
             ids, places = np.unique(inputs[0], return_inverse=True)
-            rows = self._weights.table_rows(table.buffer.name, ids.astype(np.int64))
+            rows = (weights or self._weights).table_rows(table.buffer.name, ids.astype(np.int64))
             outputs[0][...] = rows[places.reshape(inputs[0].shape)]
             return
         for index, weight in enumerate(step.inputs):
             if weight is not None and weight.buffer.storage is Storage.WEIGHT:
-                inputs[index] = strided(loaded[weight.buffer.name].reshape(-1), weight, tokens)
+                inputs[index] = strided(loaded[weight.buffer.name].reshape(-1), weight, *sizes)
         attributes, kv = dict(step.attributes), None
         if step.op == "paged_attention":
             kv = _cache(self._slots[int(attributes["slot"])], batch)
@@ -206,15 +233,15 @@ def own_keys(steps: Sequence[LoweredStep]) -> list[LoweredStep]:
 def view_of(view: View, memory: Mapping[Buffer, NDArray[Any]], batch: Batch) -> NDArray[Any]:
     """A value of the arena or of the batch as an array."""
     base = getattr(batch, view.buffer.name) if view.buffer.storage is Storage.BATCH else memory[view.buffer]
-    return strided(base, view, len(batch.input_ids))
+    return strided(base, view, len(batch.input_ids), len(batch.logit_rows))
 
 
-def strided(base: NDArray[Any], view: View, tokens: int) -> NDArray[Any]:
-    """A view of a flat array."""
+def strided(base: NDArray[Any], view: View, tokens: int, rows: int) -> NDArray[Any]:
+    """A view of a flat array, for so many tokens and rows of logits."""
     item = base.itemsize
-    shape = [size.at(tokens, tokens) for size in view.shape]
-    strides = [stride.at(tokens, tokens) * item for stride in view.strides]
-    return as_strided(base[view.offset.at(tokens, tokens) :], shape, strides)
+    shape = [size.at(tokens, rows) for size in view.shape]
+    strides = [stride.at(tokens, rows) * item for stride in view.strides]
+    return as_strided(base[view.offset.at(tokens, rows) :], shape, strides)
 
 
 def _cache(slot: KvSlot, batch: Batch) -> kernels.Kv:

@@ -89,7 +89,8 @@ def quantize_site(
             given = inputs(None if experts is None else expert) if inputs is not None else None
             before = errors.error, errors.weight
             parts: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
-            for weight, quantized in _pieces(site, source, method, given, None if experts is None else expert, errors):
+            for weight, quantized, notes in pieces(site, source, method, given, None if experts is None else expert):
+                errors.notes += [notes] if notes else []
                 rounded = quantized.dequantize()
                 errors.add(weight, rounded)
                 if given is not None and len(given.rows):
@@ -133,15 +134,10 @@ def dequantized(site: Site, record: Record, work: Work, expert: int | None = Non
     return packing.dequantize(facts["format"], facts["group"], codes, scale, zero)
 
 
-def _pieces(
-    site: Site,
-    source: WeightSource,
-    method: Method,
-    inputs: LayerInputs | None,
-    expert: int | None,
-    errors: _Errors,
-) -> Iterator[tuple[NDArray[np.float32], Quantized]]:
-    """Rows of a matrix, and what they become: all of them, unless each row is quantized by itself."""
+def pieces(
+    site: Site, source: WeightSource, method: Method, inputs: LayerInputs | None, expert: int | None
+) -> Iterator[tuple[NDArray[np.float32], Quantized, dict[str, Any]]]:
+    """Rows of a matrix, what they become, and notes: all of them, unless each row is quantized by itself."""
     name = site.label if expert is None else f"{site.label}, expert {expert}"
     step = site.rows
     if method.row_block is not None:
@@ -152,9 +148,7 @@ def _pieces(
         stop = min(site.rows, start + step)
         weight = source.rows(start, stop).astype(np.float32) if matrix is None else matrix[start:stop]
         quantized, notes = method.quantize(weight, inputs, name=name)
-        if notes:
-            errors.notes.append(dict(notes))
-        yield weight, quantized
+        yield weight, quantized, dict(notes)
 
 
 def _write_scales(

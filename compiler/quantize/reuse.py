@@ -14,12 +14,10 @@ from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.coverage import BASE_KEYS, CODES, SCALE, X_SCALE, ZERO
 from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.sites import DOWN, Site
-from llmc.compiler.quantize.work import Work
+from llmc.compiler.quantize.spend import Choices, free_layers
+from llmc.compiler.quantize.work import FOLDED, FOUND, SENSITIVITY, TRIES, Work
 from llmc.errors import EngineError
 from llmc.runtime.engine import Engine, Weight, load_engine
-
-FOLDED = "folded "
-"""What names of records of floats with factors begin with."""
 
 
 def take_over(work: Work, planned: Planned, digest: str, engines: Sequence[Path], progress: Progress) -> bool:
@@ -43,9 +41,24 @@ def take_over(work: Work, planned: Planned, digest: str, engines: Sequence[Path]
             progress.note(f"nothing is taken over from {path}: its weights were quantized with other inputs or options")
             continue
         progress.note(f"taking over the quantized weights of {path}")
-        _copy(work, planned, engine, report["quantization"]["weights"])
+        section = report["quantization"]
+        if planned.has_goal:
+            planned = _take_choice(work, planned, section["goal"])
+        _copy(work, planned, engine, section["weights"])
         return True
     return False
+
+
+def _take_choice(work: Work, planned: Planned, goal: Mapping[str, Any]) -> Planned:
+    """What was measured for a choice of formats, and the choice."""
+    layers = {name: {key: layer[key] for key in ("kl", "errors")} for name, layer in goal["layers"].items()}
+    facts = {SENSITIVITY: {"layers": layers}, TRIES: {"tries": goal["tries"]}, FOUND: goal["held_out"]}
+    for name, known in facts.items():
+        if work.find(name) is None:
+            with work.record(name, dict(known)):
+                pass
+    choices = Choices(planned.graph, planned, free_layers(planned))
+    return choices.decided({name: layer["chosen"] for name, layer in goal["layers"].items()})
 
 
 def _copy(work: Work, planned: Planned, engine: Engine, entries: Sequence[Mapping[str, Any]]) -> None:

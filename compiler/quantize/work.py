@@ -32,6 +32,12 @@ ALIGNMENT = 64
 INPUT_PARTS = ("mean_abs", "max_abs", "rows", "hessian")
 KEPT = "what was quantized so far is kept"
 
+FOLDED = "folded "
+"""What names of records of floats with factors begin with."""
+
+SENSITIVITY, TRIES, FOUND = "sensitivity", "tries", "held-out text"
+"""Records of a choice of formats."""
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -156,6 +162,13 @@ class Work:
                 return None
             self._records[name] = strict.load(Record, strict.parse_json(text, name), name)
         return self._records[name]
+
+    def forget(self, name: str) -> None:
+        """Remove a result, if there is one."""
+        stem = self.path / _file_name(name)
+        self._records.pop(name, None)
+        for suffix in (".json", ".bin"):  # without the first of them the second does not count
+            stem.with_suffix(suffix).unlink(missing_ok=True)
 
     @contextmanager
     def record(self, name: str, facts: dict[str, Any]) -> Iterator[Writer]:

@@ -15,6 +15,7 @@ from llmc.compiler.engine_writer import EngineContents
 from llmc.compiler.evaluation.table import Row, figure_rows
 from llmc.compiler.progress import format_bytes
 from llmc.compiler.report.plots import Plot, bars, strip
+from llmc.compiler.summary import GOAL_HEADS, goal_rows, goal_text
 
 if TYPE_CHECKING:
     from llmc.compiler.evaluation.figures import Figures
@@ -75,6 +76,11 @@ def render(
         files=[(name, format_bytes(size)) for name, size in files.items()],
         formats=_formats(coverage),
         format_plot=_format_plot(coverage, kinds),
+        goal=report.get("quantization", {}).get("goal"),
+        goal_heads=GOAL_HEADS,
+        goal_rows=goal_rows,
+        goal_text=goal_text,
+        sensitivity=_sensitivity_plot(report),
         weights=[_weight(row) for row in coverage],
         errors=_error_plot(coverage, kinds, "error"),
         output_errors=_error_plot(coverage, kinds, "output_error"),
@@ -200,6 +206,16 @@ def _error_plot(coverage: Sequence[Mapping[str, Any]], kinds: Mapping[str, str],
     used = {kind for _, _, kind in values}
     legend = tuple((kind, name) for name, kind in kinds.items() if kind in used)
     return bars(values, "first layer", "last layer", legend)
+
+
+def _sensitivity_plot(report: Mapping[str, Any]) -> Plot | None:
+    layers = report.get("quantization", {}).get("goal", {}).get("layers", {})
+    kinds = {label: f"k{i % KINDS}" for i, label in enumerate(sorted({layer["chosen"] for layer in layers.values()}))}
+    values = [
+        (layer["kl"], f"{name}: {layer['kl']:.3g}, {layer['chosen']}", kinds[layer["chosen"]])
+        for name, layer in layers.items()
+    ]
+    return bars(values, "first layer", "last layer", tuple((kind, label) for label, kind in kinds.items()))
 
 
 def _perplexity_plot(figures: Figures | None) -> Plot | None:

@@ -21,10 +21,10 @@ from llmc.compiler.config import BuildConfig
 from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.activations import Activations
-from llmc.compiler.quantize.apply import Loader
 from llmc.compiler.quantize.build import predicted
 from llmc.compiler.quantize.decisions import plan
-from llmc.compiler.quantize.interpreter import Interpreter, make_chunks, view_of
+from llmc.compiler.quantize.interpreter import Interpreter, make_chunks
+from llmc.compiler.quantize.loader import Loader
 from llmc.compiler.quantize.work import Work
 from llmc.compiler.safetensors_writer import Tensor
 from llmc.runtime import manifest
@@ -67,19 +67,10 @@ def interpret(
     activations = Activations(folder, len(chunks), limit)
     interpreter = Interpreter(graph, chunks, loader, activations, threads)
     begin = 0
-    for cut in [*cuts, len(graph.steps) - 1]:
+    for cut in cuts:
         interpreter.run(begin, cut)
         begin = cut
-    last = interpreter.steps[-1]
-    assert last.outputs[0].buffer is graph.logits.buffer
-    found = []
-    loaded = interpreter._load([last])
-    for number, batch in enumerate(chunks):
-        memory = {b: activations.get(b.name, number) for b in interpreter._crossing(begin)}
-        interpreter._run_step(last, memory, batch, loaded)
-        found.append(view_of(graph.logits, memory, batch).copy())
-    activations.clear()
-    return found
+    return [found.copy() for found in interpreter.logits(begin)]
 
 
 def token_file(path: Path, count: int = 8, length: int = 64, vocabulary: int = 128) -> Path:
@@ -102,7 +93,7 @@ def quantize(model: Compiled, quant: str, folder: Path, **options: object) -> tu
     with api._quantized(model, config, None, folder / "engine", {}, Progress()) as (made, result):
         assert result is not None
         report = result.report(made.lowered)
-        if planned.budget is None:
+        if not planned.has_goal:
             check_prediction(predicted_model, made.lowered)
         weights = {name: InMemory(tensor) for name, tensor in made.lowered.weights.items()}
         return LoweredModel(made.lowered.plan, weights), report

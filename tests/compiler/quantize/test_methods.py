@@ -10,7 +10,6 @@ import pytest
 from quantizable import compiled, distance, logits, quantize, samples, save_model
 
 from llmc.compiler.api import Compiled
-from llmc.errors import UsageError
 
 METHODS = {
     "rtn:bits=8,group=32": 0.06,
@@ -114,23 +113,3 @@ def test_rules_decide_for_parts_of_merged_weights(tmp_path: Path) -> None:
     assert by_name["model.layers.1.mlp.down_proj.weight"]["kept"] == "rule 2"
     assert by_name["lm_head.weight"]["kept"].startswith("head: only with --quant-lm-head")
     assert np.isfinite(report["summary"]["bits_per_weight"])
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_a_budget_is_spent_where_it_helps(name: str, tmp_path: Path) -> None:
-    model = compiled(save_model(name, tmp_path / "model"), dtype="float32")
-    (ids,) = samples(1, 40, seed=9)
-    wanted = logits(model.lowered, ids)
-    found = []
-    for budget in ("5.2bpw", "6.5bpw"):
-        lowered, report = quantize(model, "rtn:group=32", tmp_path, budget=budget, compute="float32")
-        spent = report["budget"]
-        assert spent["bits_per_weight"] == report["summary"]["bits_per_weight"] <= float(budget[:3])
-        bits = {entry["bits"] for entry in report["weights"] if "format" in entry}
-        assert bits == {4, 8} and all(e["chosen_by"] == "budget" for e in report["weights"] if "format" in e)
-        damages = [row["damage"] for row in spent["table"]]
-        assert damages == sorted(damages, reverse=True) and len(damages) > 3
-        found.append(distance(logits(lowered, ids), wanted))
-    assert found[1] < found[0]
-    with pytest.raises(UsageError, match="--budget"):
-        quantize(model, "rtn:group=32", tmp_path, budget="4.1bpw")
