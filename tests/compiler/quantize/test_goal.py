@@ -75,7 +75,7 @@ def test_a_budget_is_spent_where_it_helps(model: Compiled, tmp_path: Path) -> No
         assert spent["held_out"]["tokens"] == 62
         found.append(distance(logits(lowered, ids), wanted))
     assert found[1] < found[0]
-    with pytest.raises(UsageError, match="--budget: .* bits are too few"):
+    with pytest.raises(UsageError, match=r"--budget: .* bits are too few"):
         quantize(model, "rtn:group=32", tmp_path, budget="4.1bpw")
 
 
