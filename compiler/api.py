@@ -28,9 +28,11 @@ from llmc.compiler.quantize.build import predicted, quantized
 from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.decisions import plan as plan_quantization
 from llmc.compiler.quantize.imported import Imported, keep_quantized
+from llmc.compiler.quantize.room import work_bytes
 from llmc.compiler.quantize.samples import calibration_tokens
 from llmc.compiler.quantize.sites import find_sites
 from llmc.compiler.quantize.spend import check_goal
+from llmc.compiler.quantize.work import work_path
 from llmc.compiler.report import write_report
 from llmc.compiler.staging import stage
 from llmc.compiler.targets.base import Target, find_target
@@ -66,10 +68,13 @@ class Compiled:
     centred: kv_cache.Centred | None = None
     """What a quantized cache holds keys and values without; ``steps`` have it."""
 
+    work_bytes: int = 0
+    """Disk that quantizing takes at most."""
+
     @property
     def estimate(self) -> Estimate:
         """Sizes of the engine, and the memory to run it."""
-        return estimate(self.lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE))
+        return estimate(self.lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE), self.work_bytes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def build_engine(
         tokenizer = checkpoint.tokenizer()
         with facts.InputHashes(checkpoint) as inputs:  # reads the files while Python traces
             compiled = compile_model(checkpoint, config, progress)
-            check_disk(compiled.estimate, staging.path)
+            check_disk(compiled.estimate, staging.path, work_path(Path(engine)))
             progress.step("hashing the model")
             hashes = inputs.result() | _adapter_files(config)
         if config.locked is not None:
@@ -154,6 +159,8 @@ def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) 
     progress.step("reading the model")
     dequantize = config.dequantize or config.quantization_recipe is not None
     checkpoint = Checkpoint.open(model, allow_hard_links=config.allow_hard_links, dequantize=dequantize)
+    if config.dequantize and not checkpoint.is_quantized:
+        raise UsageError(f"--dequantize: the weights of {model} are not quantized; leave the option away")
     for warning in checkpoint.warnings:
         progress.note(warning)
     return checkpoint if config.lora is None else merge(checkpoint, read_adapter(config.lora))
@@ -216,6 +223,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         kv_dtype,
         planned,
         imported,
+        0 if planned is None or recipe is None else work_bytes(planned, recipe.calibration),
     )
 
 

@@ -49,6 +49,8 @@ class Checkpoint:
     directory: ModelDirectory
     warnings: Sequence[str]
     ignored: Sequence[str]
+    is_quantized: bool
+    """Whether weights are stored as codes."""
     _weights: Mapping[str, WeightSource]
     _gguf: Mapping[str, Any] | None = None
     """The metadata of a GGUF file."""
@@ -126,6 +128,7 @@ def _open_gguf(directory: ModelDirectory, name: str, dequantize: bool) -> Checkp
         directory=directory,
         warnings=warnings,
         ignored=bound.ignored,
+        is_quantized=bool(gguf.quantized),
         _weights=bound.weights,
         _gguf=gguf.file.metadata,
     )
@@ -156,6 +159,7 @@ def _open_directory(directory: ModelDirectory, dequantize: bool) -> Checkpoint:
         directory=directory,
         warnings=[*warnings, *bound.warnings],
         ignored=bound.ignored,
+        is_quantized=quantization is not None,
         _weights=bound.weights,
     )
 

@@ -77,6 +77,8 @@ def build(
     signal.signal(signal.SIGTERM, _interrupt)
     with progress_for(quiet) as progress:
         if engine is None or dry_run:
+            if quality is not None:
+                quality.read()  # refuses what the build would refuse
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
             result = planned(compiled)
         else:

@@ -133,6 +133,13 @@ class BuildConfig:
 
     def _locked_recipe(self, path: Path) -> Recipe | None:
         recipe = locked.recipe_of(path)
+        of_texts = "--calib", self.calib != BUILT_IN, (
+            locked.section_of(path).get("calibration") or locked.kv_calibration_of(path)
+        )
+        for option, is_given, used in (("--reuse", self.reuse is not None, recipe), of_texts):
+            if is_given and not used:
+                what = "quantized nothing" if recipe is None else "needed no calibration"
+                raise UsageError(f"{option}: the build of {path} {what}; leave the option away")
         if recipe is None or self.calib == BUILT_IN:
             return recipe
         return replace(recipe, calibration=replace(recipe.calibration, source=self.calib))  # where the file is now

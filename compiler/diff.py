@@ -1,4 +1,4 @@
-"""llmc diff: an engine beside its Hugging Face model, module by module.
+"""llmc diff: an engine beside its Hugging Face model, or beside another engine of it, module by module.
 
 Names the first step that differs, and where a quantization does most damage.
 """
@@ -36,7 +36,7 @@ DECODED = 2
 
 @dataclass(frozen=True)
 class Difference:
-    """One output of a plan step against what the Hugging Face module of that name computed."""
+    """One output of a plan step against what the module of that name computed in the model, or in the other engine."""
 
     step: int
     op: str
@@ -69,28 +69,28 @@ class Damage:
     """So much more than before."""
 
 
-def compare(engine: Engine, model: Path | str, ids: Sequence[int]) -> Iterator[Difference]:
+def compare(engine: Engine, against: Path | str | Engine, ids: Sequence[int]) -> Iterator[Difference]:
     """Run a prompt through both, and yield each output that has a counterpart, in the order of the plan.
 
     All but the last DECODED tokens run as one chunk (prefill), those one by one (decode). A module has a counterpart
     where its output survives as a value of the plan: linears (merged ones as a whole), norms, embeddings, and the sums
     that norms read. Where a quantization has moved factors between weights, only sums and logits do.
 
+    Args:
+        engine: the one that is looked at.
+        against: a model, or another engine of the same one.
+        ids: the prompt.
+
     Raises:
-        UsageError: the prompt is too short or too long for the engine.
+        UsageError: the prompt is too short or too long for an engine, or the engines are of different models.
     """
-    limit = min(engine.limits.max_seq_len, engine.limits.max_batch_tokens)
-    if not DECODED < len(ids) <= limit:
-        raise UsageError(f"the prompt has {len(ids)} tokens; expected {DECODED + 1} to {limit}")
-    reference, rescaled = _Reference(model, ids), _is_rescaled(engine)
-    runs = [("prefill", 0, len(ids) - DECODED)]
-    runs += [("decode", start, start + 1) for start in range(len(ids) - DECODED, len(ids))]
+    reference: _Reference = _Model(against, ids) if isinstance(against, Path | str) else _Other(against, ids, engine)
+    rescaled = reference.rescaled or _is_rescaled(engine)
     from llmc.runtime.devices.cpu import CpuExecutor
 
-    blocks = -(-len(ids) // engine.kv_cache.block_size)
-    executor = CpuExecutor(engine, num_blocks=blocks)
-    for phase, begin, end in runs:
-        batch = _batch(ids, begin, end, blocks)
+    executor = CpuExecutor(engine, num_blocks=_blocks(engine, ids))
+    for phase, begin, end in _runs(engine, ids):
+        batch = _batch(ids, begin, end, _blocks(engine, ids))
         for number, step in enumerate(engine.plan.steps):
             counterparts = list(reference.outputs_of(step.op, step.module, len(step.outputs)))
             if rescaled and step.outputs[-1] != engine.plan.logits:
@@ -139,6 +139,19 @@ def _is_rescaled(engine: Engine) -> bool:
     return any("scales" in weight for weight in report.get("quantization", {}).get("weights", ()))
 
 
+def _runs(engine: Engine, ids: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Phases with their tokens. Raises UsageError."""
+    limit = min(engine.limits.max_seq_len, engine.limits.max_batch_tokens)
+    if not DECODED < len(ids) <= limit:
+        raise UsageError(f"the prompt has {len(ids)} tokens; expected {DECODED + 1} to {limit}")
+    decoded = range(len(ids) - DECODED, len(ids))
+    return [("prefill", 0, len(ids) - DECODED), *(("decode", start, start + 1) for start in decoded)]
+
+
+def _blocks(engine: Engine, ids: Sequence[int]) -> int:
+    return -(-len(ids) // engine.kv_cache.block_size)
+
+
 def _length(values: NDArray[np.float32]) -> float:
     return float(sum((values.astype("float64") ** 2).sum(1)) ** 0.5)
 
@@ -160,38 +173,15 @@ def _batch(ids: Sequence[int], begin: int, end: int, blocks: int) -> Any:
 
 
 class _Reference:
-    """What each module without children read and wrote in transformers, in float32: [tokens, width] by module path."""
+    """What modules read and wrote: [tokens, width] by module path."""
 
-    def __init__(self, model: Path | str, ids: Sequence[int]) -> None:
-        import torch
+    rescaled = False
+    """Whether factors were moved between weights."""
 
-        from llmc.compiler.checkpoint import Checkpoint
-        from llmc.compiler.evaluation.source_model import load_model
-
-        module = load_model(Checkpoint.open(model))
+    def __init__(self) -> None:
         self._read: dict[str, NDArray[np.float32]] = {}
         self._wrote: dict[str, NDArray[np.float32]] = {}
         self._linears: set[str] = set()
-        for path, part in module.named_modules():
-            if not list(part.children()):
-                part.register_forward_hook(self._hook(path, len(ids)))
-            if getattr(getattr(part, "weight", None), "ndim", 0) == 2:
-                self._linears.add(path)
-        with torch.no_grad():
-            module(input_ids=torch.tensor([list(ids)]), use_cache=False)
-
-    def _hook(self, path: str, tokens: int) -> Any:
-        import torch
-
-        def keep(target: dict[str, Any], value: Any) -> None:
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() % tokens == 0:
-                target[path] = value.detach().float().reshape(tokens, -1).numpy().copy()
-
-        def hook(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            keep(self._read, inputs[0] if inputs else None)
-            keep(self._wrote, output)
-
-        return hook
 
     def outputs_of(self, op: str, module: str, count: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
         """(output of the step, what the module has for it)."""
@@ -218,6 +208,77 @@ class _Reference:
         return None
 
 
+class _Model(_Reference):
+    """Modules without children in transformers, in float32."""
+
+    def __init__(self, model: Path | str, ids: Sequence[int]) -> None:
+        super().__init__()
+        import torch
+
+        from llmc.compiler.checkpoint import Checkpoint
+        from llmc.compiler.evaluation.source_model import load_model
+
+        module = load_model(Checkpoint.open(model))
+        for path, part in module.named_modules():
+            if not list(part.children()):
+                part.register_forward_hook(self._hook(path, len(ids)))
+            if getattr(getattr(part, "weight", None), "ndim", 0) == 2:
+                self._linears.add(path)
+        with torch.no_grad():
+            module(input_ids=torch.tensor([list(ids)]), use_cache=False)
+
+    def _hook(self, path: str, tokens: int) -> Any:
+        import torch
+
+        def keep(target: dict[str, Any], value: Any) -> None:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() % tokens == 0:
+                target[path] = value.detach().float().reshape(tokens, -1).numpy().copy()
+
+        def hook(_: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            keep(self._read, inputs[0] if inputs else None)
+            keep(self._wrote, output)
+
+        return hook
+
+
+class _Other(_Reference):
+    """The same steps of another engine."""
+
+    def __init__(self, other: Engine, ids: Sequence[int], engine: Engine) -> None:
+        super().__init__()
+        import numpy as np
+
+        from llmc.runtime.devices.cpu import CpuExecutor
+
+        one, two = (e.plan.value(e.plan.logits).shape[1].constant for e in (engine, other))
+        if engine.model.architecture != other.model.architecture or one != two:
+            raise UsageError(
+                f"{engine.path} is of {engine.model.architecture} with {one} tokens, {other.path} of "
+                f"{other.model.architecture} with {two}: they are not engines of one model"
+            )
+        self.rescaled = _is_rescaled(other)
+        executor = CpuExecutor(other, num_blocks=_blocks(other, ids))
+        read: dict[str, list[NDArray[np.float32]]] = {}
+        wrote: dict[str, list[NDArray[np.float32]]] = {}
+        for _, begin, end in _runs(other, ids):
+            batch = _batch(ids, begin, end, _blocks(other, ids))
+            for number, step in enumerate(other.plan.steps):
+                if step.op not in (*LINEAR, "norm", "add_norm", "embedding"):
+                    continue
+                self._linears |= {step.module} if step.op in LINEAR else set()
+                executor.run(batch, number + 1)
+                for kept, position in ((read, 0), (wrote, -1)):
+                    if kept is wrote or step.op == "add_norm":
+                        value = executor.read(step.outputs[position]).reshape(end - begin, -1).copy()
+                        kept.setdefault(step.module, []).append(value)
+            executor.run(batch)
+        for target, found in ((self._read, read), (self._wrote, wrote)):
+            for module, parts in found.items():
+                rows = sum(len(part) for part in parts)
+                if rows == len(ids):  # a module that several steps are of has no one output
+                    target[module] = np.concatenate(parts)
+
+
 def report(differences: Sequence[Difference], ranking: Sequence[Damage], tolerance: float | None) -> Mapping[str, Any]:
     """What is printed as JSON. ``tolerance`` None: nothing counts as different."""
     first = None if tolerance is None else next((d for d in differences if not d.relative <= tolerance), None)
@@ -231,7 +292,7 @@ def report(differences: Sequence[Difference], ranking: Sequence[Damage], toleran
 
 @click.command()
 @click.argument("engine_dir", metavar="ENGINE", type=click.Path(path_type=Path))
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("against", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", default="The quick brown fox jumps over the lazy dog", show_default=True)
 @click.option("--ids", help="Token ids instead of a text, separated by commas.")
 @click.option(
@@ -242,7 +303,7 @@ def report(differences: Sequence[Difference], ranking: Sequence[Damage], toleran
 @click.option("--json", "as_json", is_flag=True, help="Print every comparison as JSON.")
 def diff(
     engine_dir: Path,
-    model: Path,
+    against: Path,
     prompt: str,
     ids: str | None,
     tolerance: float | None,
@@ -250,18 +311,23 @@ def diff(
     show_all: bool,
     as_json: bool,
 ) -> None:
-    """Compare an engine with the Hugging Face model that it was built from, module by module, in float32.
+    """Compare an engine with the Hugging Face model that it was built from, or with another engine of that model.
+
+    Module by module, in float32; AGAINST is a model directory, a GGUF file or an engine.
 
     Exit status 3 if they differ; the first step that does is named. A quantized engine always differs: the parts that
     add most error are shown.
     """
+    from llmc.runtime import manifest
     from llmc.runtime.engine import load_engine
 
     engine = load_engine(engine_dir)
-    is_quantized = bool(engine.model.quantization)
+    other = load_engine(against) if (against / manifest.NAME).exists() else None
+    dtypes = {engine.model.dtype} if other is None else {engine.model.dtype, other.model.dtype}
+    is_quantized = any(e.model.quantization for e in (engine, other) if e is not None)
     if tolerance is None and not is_quantized:
-        tolerance = TOLERANCES[engine.model.dtype]
-    found = list(compare(engine, model, _token_ids(engine, prompt, ids)))
+        tolerance = max(TOLERANCES[dtype] for dtype in dtypes)
+    found = list(compare(engine, against if other is None else other, _token_ids(engine, prompt, ids)))
     ranking = rank(engine, found)
     result = report(found, ranking, tolerance)
     if as_json:

@@ -30,9 +30,12 @@ class Estimate:
     kv_bytes_per_sequence: int
     build_peak_bytes: int
     disk_bytes: int
+    """Of the engine, and of the folder that a quantization works in."""
+    work_bytes: int = 0
+    """Of that folder alone."""
 
 
-def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec) -> Estimate:
+def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, work_bytes: int = 0) -> Estimate:
     """Exact for weights, arena and KV cache; bounds for the rest."""
     sizes = [weight.nbytes for weight in lowered.weights.values()]
     per_token = kv_bytes_per_token(lowered.plan, kv_cache)
@@ -43,18 +46,27 @@ def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec) -> Es
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_token * limits.max_seq_len,
         build_peak_bytes=2 * max(sizes) + BUILD_BASE_BYTES,
-        disk_bytes=sum(sizes) + OTHER_FILES_BYTES,
+        disk_bytes=sum(sizes) + OTHER_FILES_BYTES + work_bytes,
+        work_bytes=work_bytes,
     )
 
 
-def check_disk(sizes: Estimate, folder: Path) -> None:
+def check_disk(sizes: Estimate, folder: Path, work: Path) -> None:
     """Refuse before anything is written.
+
+    Args:
+        sizes: what is needed.
+        folder: where the engine is made.
+        work: the folder of the quantization; what an earlier build left there is not needed again.
 
     Raises:
         ResourceError: the disk has not enough room.
     """
     free = shutil.disk_usage(folder).free
-    if free < sizes.disk_bytes:
+    there = sum(file.stat().st_size for file in work.rglob("*") if file.is_file()) if work.is_dir() else 0
+    needed = sizes.disk_bytes - min(there, sizes.work_bytes)
+    if free < needed:
+        quantizing = f", {sizes.work_bytes} of them while it is quantized" if sizes.work_bytes else ""
         raise ResourceError(
-            f"{folder.parent}: the engine needs {sizes.disk_bytes} bytes of disk, but only {free} are free"
+            f"{folder.parent}: the engine needs {needed} bytes of disk{quantizing}, but only {free} are free"
         )

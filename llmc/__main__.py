@@ -19,7 +19,7 @@ COMMANDS = {
     "bench serve": ("llmc.runtime.bench_serve:serve", "Send load to a server of OpenAI's API; latencies, goodput."),
     "verify": ("llmc.runtime.cli:verify", "Check an engine's files, and replay the golden prompts recorded at build."),
     "inspect": ("llmc.compiler.cli:inspect", "Show what is in a model directory or an engine: sizes, memory, plan."),
-    "diff": ("llmc.compiler.diff:diff", "Compare an engine with its Hugging Face model, layer by layer."),
+    "diff": ("llmc.compiler.diff:diff", "Compare an engine with its model or another engine, layer by layer."),
     "passes": ("llmc.compiler.cli:passes", "List the graph passes in the order in which they run."),
     "ops": ("llmc.compiler.cli:ops", "List the ops, their inputs and attributes, and the kernels of this build."),
     "targets": ("llmc.compiler.cli:targets", "List the targets that an engine can be built for."),

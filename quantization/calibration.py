@@ -24,7 +24,9 @@ SELF = "self"
 LARGEST_FILE = 256 << 20
 """Bytes; a few megabytes are more than any method needs."""
 
-_MOST_SAMPLES = 128
+MOST_SAMPLES = 128
+"""Windows that are taken where no number is given."""
+
 _CORPUS = Path(__file__).with_name("corpus.txt")
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -100,7 +102,7 @@ def cut(
     if step < 1:
         raise UsageError(f"{where}: windows of {settings.length} have no room beside {len(prefix)} tokens at the start")
     available = ids.size // step
-    wanted = settings.samples or min(_MOST_SAMPLES, max(available, 1))
+    wanted = settings.samples or min(MOST_SAMPLES, max(available, 1))
     if available < wanted:
         raise UsageError(
             f"{where}: the text has {ids.size} tokens, {wanted} samples of {settings.length} take {wanted * step}; "

@@ -92,6 +92,7 @@ def plan(graph: LoweredGraph, parameters: Mapping[str, WeightSource], recipe: Re
         )
     for site in planned.chosen:
         compute_of(planned.method(site), compute)
+    _check_options(planned, recipe)
     _check_experts(planned)
     return planned
 
@@ -148,6 +149,15 @@ def _of_all_parts(recipe: Recipe, site: Site) -> Decision:
     if len({decision.method for decision in found}) > 1:
         raise UsageError(f"the parts of {site.label} are stored in one tensor; give them the same method")
     return found[0]
+
+
+def _check_options(planned: Planned, recipe: Recipe) -> None:
+    """An option that decides for nothing is a mistake."""
+    for role, is_given in (("head", recipe.lm_head), ("embedding", recipe.embedding)):
+        meant = [s for s in planned.sites if s.role == role or (s.role == "head" and len(s.readers) > 1)]
+        if is_given and not any(site in planned.chosen and not planned.decisions[site.name].reason for site in meant):
+            why = "; ".join(sorted({planned.decisions[site.name].reason for site in meant})) or "the model has none"
+            raise UsageError(f"{_OPTIONS[role]} (recipe: {'lm_head' if role == 'head' else role}): no effect: {why}")
 
 
 def _check_experts(planned: Planned) -> None:

@@ -105,7 +105,7 @@ class Interpreter:
         self._weights = weights
         self._threads = threads
         self._small: dict[str, NDArray[Any]] = {}
-        self._first, self._last = _lifetimes(self.steps)
+        self._first, self._last = lifetimes(self.steps)
         self._last[graph.logits.buffer] = len(self.steps)
 
     def run(self, begin: int, end: int) -> None:
@@ -250,7 +250,7 @@ def _cache(slot: KvSlot, batch: Batch) -> kernels.Kv:
     return kernels.Kv([(slot.kv_heads, slot.key_dim, slot.value_dim)], "float32", BLOCK_SIZE, blocks)
 
 
-def _lifetimes(steps: Sequence[LoweredStep]) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
+def lifetimes(steps: Sequence[LoweredStep]) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
     """The step that first writes a buffer, and the last that reads it or writes to it."""
     first: dict[Buffer, int] = {}
     last: dict[Buffer, int] = {}

@@ -57,6 +57,9 @@ def test_a_quantized_engine_shows_where_it_lost_most(built: tuple[object, Path],
     modules = {d.module for d in ranking}
     assert {f"model.layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.down_proj")} <= modules
     assert 0.005 < max(d.share for d in ranking) < 0.8  # factors that awq moved are no error
+    against = {d.module: d for d in rank(engine, list(compare(engine, load_engine(built[1]), IDS)))}
+    for damage in ranking:  # another engine of the model, which is as good as the model
+        assert against[damage.module].added == pytest.approx(damage.added, abs=1e-4)
     arguments = [str(tmp_path / "e"), str(model), "--ids", ",".join(map(str, IDS))]
     done = CliRunner().invoke(diff, arguments)
     assert done.exit_code == 0 and "where most error is added" in done.output
@@ -80,3 +83,22 @@ def test_the_ranking_is_exact(built: tuple[object, Path], tmp_path: Path) -> Non
 def test_a_prompt_must_fit(built: tuple[object, Path]) -> None:
     with pytest.raises(UsageError, match="has 2 tokens"):
         list(compare(load_engine(built[1]), built[1].parent / "model", [1, 2]))
+
+
+def test_two_engines(built: tuple[object, Path], tmp_path: Path) -> None:
+    """Equal ones differ nowhere; of two quantized ones the layer that one has rounded more is named."""
+    _, path = built
+    assert max(d.difference for d in compare(load_engine(path), load_engine(path), IDS)) == 0
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: int8\nrules: [{match: '.*layers.1.mlp.*', method: 'rtn:group=16'}]\n")
+    build_engine(path.parent / "model", tmp_path / "one", BuildConfig(quantization="int8"))
+    build_engine(path.parent / "model", tmp_path / "two", BuildConfig(recipe=recipe))
+    arguments = [str(tmp_path / "two"), str(tmp_path / "one"), "--ids", ",".join(map(str, IDS)), "--json"]
+    result = CliRunner().invoke(diff, arguments)
+    assert result.exit_code == 0
+    assert json.loads(result.output)["ranking"][0]["module"] == "model.layers.1.mlp.down_proj"
+    small = engines.small_llama()
+    small.vocab_size = 96
+    _, other = engines.build(small, tmp_path / "other")
+    with pytest.raises(UsageError, match="they are not engines of one model"):
+        list(compare(load_engine(path), load_engine(other), IDS))

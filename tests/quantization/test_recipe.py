@@ -93,6 +93,8 @@ def test_json_reads_back_the_same(recipe: Recipe, tmp_path: Path) -> None:
         ("a: [", "not YAML"),
         ("method: rtn\nmethod: awq", "'method' occurs twice"),
         ("rules: [{method: rtn, match: 'a{99999999999}'}]", "recipe rule: match .*too large"),
+        ("rules: [{method: rtn, match: '" + "(" * 5000 + ")" * 5000 + "'}]", "recipe rule: match .*recursion"),
+        ("[" * 5000, "not YAML: .*recursion"),
         ("!!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from configs import CONFIGS
+from packed import random_model
 from quantizable import compiled, distance, logits, quantize, samples, save_model
 
 from llmc.compiler.api import Compiled
@@ -89,6 +91,20 @@ def test_experts_that_saw_few_tokens_are_reported(tmp_path: Path) -> None:
     experts = [entry for entry in report["weights"] if entry.get("role") == "experts"]
     assert experts and all("sample of all tokens" in entry["few_tokens"] for entry in experts)
     assert all(set(entry["experts_with_few_tokens"]) <= set(map(str, range(4))) for entry in experts)
+
+
+@pytest.mark.parametrize("method", ["rtn:group=32", "gptq:group=32", "awq:group=32", "smoothquant", "fp8"])
+def test_experts_whose_matrices_are_tiny(method: str, tmp_path: Path) -> None:
+    """A matrix has fewer numbers than are worth it, and down fewer columns than a group; all experts together count."""
+    config = CONFIGS["qwen3_moe"].make()
+    config.moe_intermediate_size = 8
+    random_model(config, CONFIGS["qwen3_moe"].reference).save_pretrained(tmp_path / "model")
+    model = compiled(tmp_path / "model", dtype="float32")
+    lowered, report = quantize(model, method, tmp_path)
+    experts = [entry for entry in report["weights"] if entry.get("role") == "experts"]
+    assert len(experts) == 6 and all("format" in entry and entry["error"] < 0.2 for entry in experts)
+    (ids,) = samples(1, 40, seed=9)
+    assert distance(logits(lowered, ids), logits(model.lowered, ids)) < 0.7
 
 
 def test_rules_decide_for_parts_of_merged_weights(tmp_path: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from checkpoints import llama_arrays, write_llama, write_model
 from quantizable import token_file
 
+from llmc.compiler import estimate
 from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.progress import Progress
-from llmc.errors import CompileError, UsageError
+from llmc.compiler.quantize.work import work_path
+from llmc.errors import CompileError, ResourceError, UsageError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
@@ -37,6 +40,9 @@ class Notes(Progress):
         ({"quant_lm_head": True}, r"--quant-lm-head: nothing is quantized; say how with --quant"),
         ({"calib_samples": 3}, r"--calib-samples: nothing is quantized"),
         ({"quantization": "awq", "budget": "4"}, r"--budget 4: expected bits per weight, such as 4.3bpw"),
+        ({"quantization": "awq", "max_ppl_increase": "2"}, r"--max-ppl-increase 2: expected a share .*, such as 2%"),
+        ({"max_ppl_increase": "2%"}, r"--max-ppl-increase: nothing is quantized"),
+        ({"quantization": "awq", "budget": "5bpw", "max_ppl_increase": "2%"}, r"exclude each other"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, object], message: str) -> None:
@@ -69,6 +75,8 @@ def refused(model: Path, folder: Path, error: type[Exception], message: str, **o
         ({"quantization": "awq", "calib": "missing.txt"}, r"--calib missing.txt: No such file"),
         ({"quantization": "rtn:group=32", "budget": "4.4bpw"}, r"--budget 4.4bpw: is too small, .* a weight takes 4.5"),
         ({"quantization": "rtn", "reuse": Path("missing")}, r"--reuse missing: there is no engine"),
+        ({"dequantize": True}, r"--dequantize: the weights of .* are not quantized; leave the option away"),
+        ({"quantization": "w8a8", "budget": "9bpw"}, r"not for smoothquant, whose inputs are rounded"),
     ],
 )
 def test_options_that_do_not_fit(model: Path, tmp_path: Path, options: dict[str, object], message: str) -> None:
@@ -94,6 +102,48 @@ def test_rules_that_fit_nothing(model: Path, tmp_path: Path) -> None:
     refused(model, tmp_path, UsageError, "decides for no weight", recipe=recipe)
     recipe.write_text("rules: [{match: '.*', method: rtn}]\n")
     refused(model, tmp_path, UsageError, "--budget: rules name the method of every", recipe=recipe, budget="5bpw")
+
+
+def test_options_that_decide_for_nothing(model: Path, tmp_path: Path) -> None:
+    """Rules decide for the head, or no method is left for the embedding."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: rtn\nrules: [{role: head, method: none}]\n")
+    refused(model, tmp_path, UsageError, "--quant-lm-head .*: no effect: rule 1", recipe=recipe, quant_lm_head=True)
+    recipe.write_text("rules: [{role: mlp, method: rtn}]\n")
+    message = "--quant-embedding .*: no effect: no rule names it"
+    refused(model, tmp_path, UsageError, message, recipe=recipe, quant_embedding=True)
+
+
+def test_what_a_locked_build_has_no_use_for(model: Path, tmp_path: Path) -> None:
+    build_engine(model, tmp_path / "plain")
+    build_engine(model, tmp_path / "rounded", BuildConfig(quantization="rtn"))
+    for name, given, message in (
+        ("plain", {"reuse": tmp_path / "plain"}, "--reuse: the build of .* quantized nothing"),
+        ("plain", {"calib": "x.txt"}, "--calib: the build of .* quantized nothing"),
+        ("rounded", {"calib": "x.txt"}, "--calib: the build of .* needed no calibration"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            BuildConfig(locked=tmp_path / name / "recipe.json", **given)  # type: ignore[arg-type]
+
+
+def test_disk_for_the_work_folder_too(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is written where the engine alone would fit; what is left there already counts."""
+    calib = token_file(tmp_path / "calib.jsonl", vocabulary=48)
+    given = {"quantization": "awq:group=32", "calib": str(calib), "calib_length": 32}
+    config = BuildConfig(**given)  # type: ignore[arg-type]
+    compiled = compile_model(open_checkpoint(model, config, Notes()), config, Notes())
+    sizes = compiled.estimate
+    codes = sum(t.nbytes for name, t in compiled.lowered.weights.items() if t.dtype == "uint8")
+    assert sizes.work_bytes > codes and sizes.disk_bytes > sizes.weight_bytes + sizes.work_bytes
+    free = sizes.disk_bytes - 1
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    message = rf"needs {free + 1} bytes of disk, {sizes.work_bytes} of them while"
+    refused(model, tmp_path, ResourceError, message, **given)
+    work = work_path(tmp_path / "engine")
+    work.mkdir()
+    (work / "1.bin").write_bytes(b"x")
+    assert build_engine(model, tmp_path / "engine", config).engine_bytes < sizes.disk_bytes - sizes.work_bytes
+    assert ResourceError.exit_code == 5
 
 
 def test_text_that_nothing_looks_at(model: Path) -> None:
