@@ -1,4 +1,4 @@
-"""Makes tests/golden/format-N: a tiny engine of the current format with what it generates, to be kept for later releases.
+"""Makes tests/golden/format-N: a tiny engine of the current format with what it generates, for later releases to run.
 
 Run it once when the format gets a new number; an engine that is there is never made anew, since it stands for those
 that users have. tests/runtime/test_golden.py loads all of them.
