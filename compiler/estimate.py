@@ -30,9 +30,8 @@ class Estimate:
     kv_bytes_per_sequence: int
     build_peak_bytes: int
     disk_bytes: int
-    """Of the engine, and of the folder that a quantization works in."""
     work_bytes: int = 0
-    """Of that folder alone."""
+    """Disk that quantizing takes beside the engine, at most."""
 
 
 def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, work_bytes: int = 0) -> Estimate:
@@ -46,7 +45,7 @@ def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, work_
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_token * limits.max_seq_len,
         build_peak_bytes=2 * max(sizes) + BUILD_BASE_BYTES,
-        disk_bytes=sum(sizes) + OTHER_FILES_BYTES + work_bytes,
+        disk_bytes=sum(sizes) + OTHER_FILES_BYTES,
         work_bytes=work_bytes,
     )
 
@@ -64,7 +63,7 @@ def check_disk(sizes: Estimate, folder: Path, work: Path) -> None:
     """
     free = shutil.disk_usage(folder).free
     there = sum(file.stat().st_size for file in work.rglob("*") if file.is_file()) if work.is_dir() else 0
-    needed = sizes.disk_bytes - min(there, sizes.work_bytes)
+    needed = sizes.disk_bytes + max(0, sizes.work_bytes - there)
     if free < needed:
         quantizing = f", {sizes.work_bytes} of them while it is quantized" if sizes.work_bytes else ""
         raise ResourceError(

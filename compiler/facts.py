@@ -151,7 +151,7 @@ def report(
         for weight in lowered.weights.values()
     }
     return {
-        "sizes": asdict(sizes),
+        "sizes": {name: size for name, size in asdict(sizes).items() if name != "work_bytes"},  # it is gone by then
         "stored_in_checkpoint": dict(checkpoint.stored),
         "weights": weights,
         "ignored_tensors": list(checkpoint.ignored),

@@ -67,6 +67,7 @@ def planned(compiled: Compiled) -> dict[str, Any]:
         "limits": asdict(compiled.limits),
         "steps": len(compiled.lowered.plan.steps),
         **asdict(compiled.estimate),
+        "disk_bytes": compiled.estimate.disk_bytes + compiled.estimate.work_bytes,
     }
 
 
@@ -88,7 +89,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         **{
             key: value
             for key, value in asdict(result.estimate).items()
-            if key not in ("build_peak_bytes", "disk_bytes")
+            if key not in ("build_peak_bytes", "disk_bytes", "work_bytes")
         },
     }
 
