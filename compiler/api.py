@@ -223,7 +223,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         kv_dtype,
         planned,
         imported,
-        0 if planned is None or recipe is None else work_bytes(planned, recipe.calibration),
+        work_bytes=0 if planned is None or recipe is None else work_bytes(planned, recipe.calibration),
     )
 
 

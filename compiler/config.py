@@ -133,8 +133,10 @@ class BuildConfig:
 
     def _locked_recipe(self, path: Path) -> Recipe | None:
         recipe = locked.recipe_of(path)
-        of_texts = "--calib", self.calib != BUILT_IN, (
-            locked.section_of(path).get("calibration") or locked.kv_calibration_of(path)
+        of_texts = (
+            "--calib",
+            self.calib != BUILT_IN,
+            (locked.section_of(path).get("calibration") or locked.kv_calibration_of(path)),
         )
         for option, is_given, used in (("--reuse", self.reuse is not None, recipe), of_texts):
             if is_given and not used:
