@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import LlmcError, RequestError, UsageError
 from llmc.runtime import strict
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def run_openai(llm: LLM, lines: Iterable[bytes], start: int, ahead: int) -> Iter
     A line that is no request has an ``error``; a request that fails has a ``response`` with its status and error.
 
     Raises:
+        LlmcError: the engine has failed, not only a request.
         UsageError: the extra for it is not installed.
     """
     loop = asyncio.new_event_loop()
@@ -92,6 +93,8 @@ async def _answer(app: ASGIApp, index: int, line: bytes) -> dict[str, Any]:
         record["error"] = {"code": "invalid_line", "message": str(problem)}
         return record
     status, text = await _post(app, url, json.dumps(body).encode())
+    if status == 503:  # nothing was asked too early or too much, so this is the engine
+        raise LlmcError("the engine has failed; the same command goes on from what is done")
     record["response"] = {"status_code": status, "request_id": record["id"], "body": json.loads(text)}
     return record
 
