@@ -34,13 +34,12 @@ def main(data: str, output: str) -> None:
     """Draw the file."""
     figures = json.loads(Path(data).read_text())["figures"]
     panels = [(f"{model} {form}", rows) for model, forms in figures.items() for form, rows in forms.items()]
-    figure = matplotlib.figure.Figure(figsize=(8, 2.4 * len(panels)))
+    figure = matplotlib.figure.Figure(figsize=(8, 0.6 + 2 * len(panels)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)
     for axes, (title, rows) in zip(grid[:, 0], panels, strict=True):
         panel(axes, title, rows)
-    grid[0, 0].legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.45))
-    figure.suptitle("tokens/s, bars relative to llmc", fontsize=9, y=1.0)
-    figure.tight_layout()
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle("tokens/s, bars relative to llmc", fontsize=9)
     figure.savefig(output)
 
 
