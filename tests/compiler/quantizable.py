@@ -90,7 +90,7 @@ def quantize(model: Compiled, quant: str, folder: Path, **options: object) -> tu
     planned = plan(model.steps, parameters, recipe, config.compute)
     predicted_model = plan_steps(predicted(planned), model.target, model.limits)
     model = replace(model, planned=planned, lowered=predicted_model)
-    with api._quantized(model, config, None, folder / "engine", {}, Progress()) as (made, result):
+    with api._quantized(model, config, None, folder / "engine", {}, Progress()) as (made, result, _):
         assert result is not None
         report = result.report(made.lowered)
         if not planned.has_goal:
