@@ -92,7 +92,7 @@ def quantize(model: Compiled, quant: str, folder: Path, **options: object) -> tu
     model = replace(model, planned=planned, lowered=predicted_model)
     with api._quantized(model, config, None, folder / "engine", {}, Progress()) as (made, result, _):
         assert result is not None
-        report = result.report(made.lowered)
+        report = result.report(made.lowered, made.steps)
         if not planned.has_goal:
             check_prediction(predicted_model, made.lowered)
         weights = {name: InMemory(tensor) for name, tensor in made.lowered.weights.items()}
