@@ -16,7 +16,9 @@ from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+    "{% if tools %}<tool_call></tool_call>{% endif %}"
 )
 
 
@@ -117,3 +119,14 @@ def test_results_of_another_input_are_not_taken(engine: Path, tmp_path: Path) ->
     write(tmp_path / ".out.jsonl.partial", [{"id": "batch_req_0", "custom_id": "other", "response": None, "error": {}}])
     result = run(engine, source, target)
     assert result.returncode == 2 and "another input" in result.stderr and not target.exists()
+
+
+def test_examples_of_constraints(engine: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+
+    def output(name: str) -> str:
+        command = [sys.executable, "-P", str(examples / name), str(engine)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+    assert "'inhabitants': " in output("structured.py")
+    assert output("tools.py").startswith("weather {'city': ")
