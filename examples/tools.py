@@ -25,7 +25,7 @@ tool_format = find_format(template.source if template else None, None if templat
 if tool_format is None:
     sys.exit("the chat template of this engine teaches no calls")
 params = SamplingParams(
-    constraint=tool_constraint(tool_format, [WEATHER], llm.tokenizer, several=False), max_tokens=100
+    constraint=tool_constraint(tool_format, [WEATHER], llm.tokenizer, several=False), max_tokens=400
 )
 (result,) = llm.chat([{"role": "user", "content": "What is the weather in Paris?"}], params, tools=[WEATHER])
 parser = ToolCallParser(tool_format, [WEATHER])
