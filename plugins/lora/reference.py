@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmc.plugins.op import Sample
@@ -16,6 +17,11 @@ def reference(x: Tensor, base: Tensor, a: Tensor, b: Tensor, ranks: Tensor, adap
             rank = int(ranks[adapter])
             y[row] += (a[adapter, :rank] @ x[row]) @ b[adapter, :rank]
     return y
+
+
+def fake(x: Tensor, base: Tensor, *others: Tensor) -> Tensor:
+    """The shape alone."""
+    return torch.empty_like(base)
 
 
 def samples(rng: np.random.Generator) -> Iterator[Sample]:
