@@ -69,7 +69,7 @@ def with_adapters(engine: Engine, adapters: Mapping[str, AdapterFile]) -> Engine
         EngineError: the engine does not say what its weights are made of; it was built by an older version.
         UsageError: an adapter is not made for this model.
     """
-    linears, where = _linears(engine), str(engine.path / NAME)
+    linears, where = read_linears(engine), str(engine.path / NAME)
     made = _Adapted(engine, list(adapters.values()), {}, [])
     found: set[str] = set()
     steps: list[Step] = []
@@ -87,14 +87,19 @@ def with_adapters(engine: Engine, adapters: Mapping[str, AdapterFile]) -> Engine
 
 def input_factors(engine: Engine, step: Step) -> NDArray[np.float32] | None:
     """What the input of a product was divided by; None: it is the model's own."""
-    linear = _linears(engine).get(_weight_of(engine.plan, step) or "") if engine.read(NAME) is not None else None
+    linear = read_linears(engine).get(_weight_of(engine.plan, step) or "") if engine.read(NAME) is not None else None
     return np.array(linear.columns, np.float32) if linear is not None and linear.columns else None
 
 
-def _linears(engine: Engine) -> Mapping[str, Linear]:
+def read_linears(engine: Engine) -> Mapping[str, Linear]:
+    """What the packed weights are made of.
+
+    Raises:
+        EngineError: the engine does not say; it was built by an older version.
+    """
     text, where = engine.read(NAME), str(engine.path / NAME)
     if text is None:
-        raise EngineError(f"{engine.path}: has no {NAME}, which adapters need; build the engine anew")
+        raise EngineError(f"{engine.path}: has no {NAME}, as of an older version; build the engine anew")
     return strict.load(Linears, strict.parse_json(text, where), where).weights
 
 

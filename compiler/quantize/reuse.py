@@ -18,6 +18,7 @@ from llmc.compiler.quantize.spend import Choices, free_layers
 from llmc.compiler.quantize.work import FOLDED, FOUND, SENSITIVITY, TRIES, Work
 from llmc.errors import EngineError
 from llmc.runtime.engine import Engine, Weight, load_engine
+from llmc.runtime.lora import Linear, read_linears
 
 
 def take_over(work: Work, planned: Planned, digest: str, engines: Sequence[Path], progress: Progress) -> bool:
@@ -33,6 +34,7 @@ def take_over(work: Work, planned: Planned, digest: str, engines: Sequence[Path]
     for path in engines:
         try:
             engine = load_engine(path)
+            linears = read_linears(engine)
         except EngineError as problem:
             progress.note(f"nothing is taken over from {path}: {problem}")
             continue
@@ -44,7 +46,7 @@ def take_over(work: Work, planned: Planned, digest: str, engines: Sequence[Path]
         section = report["quantization"]
         if planned.has_goal:
             planned = _take_choice(work, planned, section["goal"])
-        _copy(work, planned, engine, section["weights"])
+        _copy(work, planned, engine, linears, section["weights"])
         return True
     return False
 
@@ -61,7 +63,9 @@ def _take_choice(work: Work, planned: Planned, goal: Mapping[str, Any]) -> Plann
     return choices.decided({name: layer["chosen"] for name, layer in goal["layers"].items()})
 
 
-def _copy(work: Work, planned: Planned, engine: Engine, entries: Sequence[Mapping[str, Any]]) -> None:
+def _copy(
+    work: Work, planned: Planned, engine: Engine, linears: Mapping[str, Linear], entries: Sequence[Mapping[str, Any]]
+) -> None:
     by_tensor = {entry["tensor"]: entry for entry in entries if "tensor" in entry}
     for site in planned.chosen:
         entry = by_tensor[site.name]
@@ -74,8 +78,7 @@ def _copy(work: Work, planned: Planned, engine: Engine, entries: Sequence[Mappin
                         writer.tensor(suffix, weight.dtype, weight.shape, _pieces(weight))
         name = f"scale of {site.name}"
         if work.find(name) is None:
-            # The factors themselves are in what was scaled; where they were folded is what has to be known.
-            scale = _ones(site) if str(entry.get("scaled", "")).startswith("into") else None
+            scale = _factors(site, linears) if str(entry.get("scaled", "")).startswith("into") else None
             with work.record(name, {}) as writer:
                 if scale is not None:
                     writer.tensor("", "float32", scale.shape, iter([scale]))
@@ -87,7 +90,10 @@ def _copy(work: Work, planned: Planned, engine: Engine, entries: Sequence[Mappin
                 writer.tensor("", weight.dtype, weight.shape, _pieces(weight))
 
 
-def _ones(site: Site) -> NDArray[np.float32]:
+def _factors(site: Site, linears: Mapping[str, Linear]) -> NDArray[np.float32]:
+    """What the weight was scaled by. Of experts, which take no adapters, only that they were is known, and needed."""
+    if site.name in linears and linears[site.name].columns:
+        return np.array(linears[site.name].columns, np.float32)
     is_down = site.product is not None and site.product[1] == DOWN
     lead = (site.experts,) if site.experts is not None and is_down else ()
     return np.ones((*lead, site.columns), np.float32)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmc.errors import LlmcError, RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from llmc.runtime.tokenizer import Tokenizer
 
 KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")

@@ -129,7 +129,7 @@ def test_an_engine_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert build_engine(path, tmp_path / "again", again).digest == first.digest
     for name in ("measure", "perplexity"):
         monkeypatch.setattr(goal, name, None)
-    other = build_engine(path, tmp_path / "f", replace(config, kv_dtype="int8", reuse=tmp_path / "e"))
+    other = build_engine(path, tmp_path / "f", replace(config, kv_dtype="float16", reuse=tmp_path / "e"))
     assert other.report["quantization"]["goal"] == first.report["quantization"]["goal"]
     assert (tmp_path / "f/weights.safetensors").read_bytes() == (tmp_path / "e/weights.safetensors").read_bytes()
     page = (tmp_path / "e/report.html").read_text()
