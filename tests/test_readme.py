@@ -57,8 +57,25 @@ def test_the_commands(folder: Path) -> None:
     for command in commands:
         if command[1] == "build" and "-o" in command:
             command.append("--force")
+        if command[1] == "serve":
+            serve(folder, command)
+            continue
         done = run(folder, [sys.executable, "-P", "-m", *command])
         assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
+
+
+def serve(folder: Path, command: list[str]) -> None:
+    """Start it on a free port, talk to it with the example for the openai client, have it end."""
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", *command, "--port", "0"], cwd=folder, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr is not None
+        url = next(found[0] for line in server.stderr if (found := re.findall(r"listening on (http://\S+:\d+)", line)))
+        done = run(folder, [sys.executable, "-P", str(ROOT / "examples/openai_client.py"), url + "/v1"])
+        server.terminate()
+        assert server.wait(60) == 0, server.stderr.read()
+    assert done.returncode == 0, done.stderr
+    assert "(32 tokens)" in done.stdout
 
 
 def test_the_python(folder: Path) -> None:
