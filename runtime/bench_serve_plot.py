@@ -35,7 +35,7 @@ def _panel(index: int, title: str, values: Sequence[float]) -> str:
         for s in (0, 25, 50, 75, 100)
     )
     ticks = "".join(
-        f'<text x="{x0 + WIDTH * f:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{top * f:.4g}</text>'
+        f'<text x="{x0 + WIDTH * f:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{top * f:,.6g}</text>'
         for f in (0, 0.5, 1)
     )
     curve = f'<polyline points="{line}" fill="none" stroke="#1f6feb" stroke-width="2"/>' if values else ""
