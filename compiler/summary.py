@@ -19,7 +19,7 @@ LABELS = {
     "bits_per_weight": "bits per quantized weight",
     "goal": "formats chosen",
     "kv_dtype": "KV cache",
-    "kv_centred": "cached keys and values less their means",
+    "kv_centred": "cached keys less their means",
     "target": "target",
     "limits": "limits",
     "weight_bytes": "weights on disk and in memory",

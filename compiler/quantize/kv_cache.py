@@ -1,8 +1,11 @@
-"""What a quantized KV cache holds keys and values without: constants that are measured on the calibration text.
+"""What a quantized KV cache holds keys without: constants that are measured on the calibration text.
 
 Post-rope keys have parts that hardly change from token to token (the bias of k, in the dims that turn slowly), which
-would take most of the range of the codes. A softmax does not see a constant vector that all keys lack, and what all
-values lack comes back at the end, so both are stored less their means; see plugins/paged_attention/__init__.py.
+would take most of the range of the codes. A softmax does not see a constant vector that all keys lack, so they are
+stored less their means; see plugins/paged_attention/__init__.py.
+
+Values are stored as they are, though the op could add their means back: the tokens that most attention goes to (the
+first one, often) have values near zero, which are exact as they are and err as much as all others without the mean.
 """
 
 from __future__ import annotations
@@ -79,12 +82,12 @@ def centre(
         progress: is told how far it is.
 
     Raises:
-        CompileError: keys or values are not finite.
+        CompileError: keys or queries are not finite.
     """
     if calibration is None:
         progress.note(
-            "keys and values are stored as they are, not less their means: the model has no tokenizer to measure them "
-            'with; --calib FILE takes token ids, a .jsonl file of {"tokens": [...]}'
+            "keys are stored as they are, not less their means: the model has no tokenizer to measure them with; "
+            '--calib FILE takes token ids, a .jsonl file of {"tokens": [...]}'
         )
         return Centred(graph, {"calibration": None}, {"centred": False})
     tokens = calibration.tokens[:: max(1, len(calibration.tokens) // SAMPLES)][:SAMPLES]
@@ -134,7 +137,7 @@ def _measure(
         activations = Activations(Path(scratch), len(chunks))
         interpreter = Interpreter(graph, chunks, _Stored(graph), activations, threads)
         positions = [n for n, step in enumerate(interpreter.steps) if step.op == "paged_attention"]
-        progress.step("measuring keys and values", positions[-1] if positions else 0, "steps")
+        progress.step("measuring keys", positions[-1] if positions else 0, "steps")
         begin = 0
         for position in positions:
             interpreter.run(begin, position)
@@ -149,7 +152,7 @@ def _measure(
 
 @dataclass
 class _Moments:
-    """Sums over tokens of the keys, values and queries of a slot, and of their squares."""
+    """Sums over tokens of the keys and queries of a slot, and of their squares."""
 
     slot: KvSlot
     module: str
@@ -159,10 +162,10 @@ class _Moments:
 
     def add_keys(self, chunk: int, inputs: Sequence[NDArray[Any] | None]) -> None:
         """The inputs of the attention that writes them."""
-        for name, x in zip("kv", inputs[1:3], strict=True):
-            assert x is not None, "attention has keys and values"
-            self._add(name, x.astype(np.float64))
-        self.count += len(inputs[1])  # type: ignore[arg-type]
+        keys = inputs[1]
+        assert keys is not None, "attention has keys"
+        self._add("k", keys.astype(np.float64))
+        self.count += len(keys)
         self.add_queries(chunk, inputs)
 
     def add_queries(self, chunk: int, inputs: Sequence[NDArray[Any] | None]) -> None:
@@ -176,31 +179,27 @@ class _Moments:
     def _add(self, name: str, x: NDArray[np.float64]) -> None:
         for key, value in ((name, x.sum(0)), (name + "2", (x * x).sum(0))):
             if not np.isfinite(value).all():
-                raise CompileError(f"{self.module}: keys, values or queries are not finite on the calibration text")
+                raise CompileError(f"{self.module}: keys or queries are not finite on the calibration text")
             self.sums[key] = self.sums.get(key, 0.0) + value
 
     def constants(self) -> dict[str, Floats]:
-        """key_center, key_scale, value_center, value_scale; see ``_scale``."""
+        """key_center and key_scale; see ``_scale``."""
         return {
-            "key_center": self._mean("k").astype(np.float32),
-            "key_scale": _scale(np.sqrt(self.sums["q2"] / self.queries), self._deviation("k")),
-            "value_center": self._mean("v").astype(np.float32),
+            "key_center": self._mean().astype(np.float32),
+            "key_scale": _scale(np.sqrt(self.sums["q2"] / self.queries), self._deviation()),
         }
 
     def facts(self) -> dict[str, float]:
-        """Shares of the energy of keys and values that is in their means."""
-        facts = {}
-        for what, name in (("key", "k"), ("value", "v")):
-            energy = float(self.sums[name + "2"].sum()) / self.count
-            rest = float((self._deviation(name) ** 2).sum())
-            facts[f"{what}_mean_share"] = round(1 - rest / energy, 4) if energy else 0.0
-        return facts
+        """The share of the energy of keys that is in their means."""
+        energy = float(self.sums["k2"].sum()) / self.count
+        rest = float((self._deviation() ** 2).sum())
+        return {"key_mean_share": round(1 - rest / energy, 4) if energy else 0.0}
 
-    def _mean(self, name: str) -> NDArray[np.float64]:
-        return self.sums[name] / self.count
+    def _mean(self) -> NDArray[np.float64]:
+        return self.sums["k"] / self.count
 
-    def _deviation(self, name: str) -> NDArray[np.float64]:
-        return np.sqrt(np.maximum(self.sums[name + "2"] / self.count - self._mean(name) ** 2, 0))
+    def _deviation(self) -> NDArray[np.float64]:
+        return np.sqrt(np.maximum(self.sums["k2"] / self.count - self._mean() ** 2, 0))
 
 
 def _scale(weight: NDArray[np.float64], deviation: NDArray[np.float64]) -> Floats:
