@@ -18,6 +18,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,10 +180,10 @@ def main(
         options = ["--compute", compute] if method is not None and compute != "auto" else []
         key = hashlib.sha256(json.dumps([*facts, name, options]).encode()).hexdigest()[:12]
         engine = work / f"{key}.engine"
-        row["llmc"] = kept(work / f"{key}.json", lambda: bench.llmc(name, engine, options, threads))  # noqa: B023
+        row["llmc"] = kept(work / f"{key}.json", partial(bench.llmc, name, engine, options, threads))
         if llmcompressor and (method is None or method.name in PEER):
             peer = work / f"{key}.peer.json"
-            row["llm-compressor"] = kept(peer, lambda: bench.llmcompressor(llmcompressor, method, threads))  # noqa: B023
+            row["llm-compressor"] = kept(peer, partial(bench.llmcompressor, llmcompressor, method, threads))
         if json_file:
             json_file.write_text(json.dumps({"model": model.name, "facts": facts[2:], "results": results}, indent=1))
     report(model.name, results)

@@ -27,7 +27,8 @@ def _panel(index: int, title: str, values: Sequence[float]) -> str:
     x0 = index * (WIDTH + LEFT + 14) + LEFT
     top = max(values, default=0.0) or 1.0
     shares = np.linspace(0, 100, 201)
-    points = [(x0 + WIDTH * v / top, TOP + HEIGHT * (1 - s / 100)) for s, v in zip(shares, _quantiles(values, shares))]  # noqa: B905
+    found = zip(shares, _quantiles(values, shares), strict=False)  # there are none of no values
+    points = [(x0 + WIDTH * v / top, TOP + HEIGHT * (1 - s / 100)) for s, v in found]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     grid = "".join(
         f'<path d="M{x0} {TOP + HEIGHT * (1 - s / 100):.1f}h{WIDTH}" stroke="#ddd"/>'
