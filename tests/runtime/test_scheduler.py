@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
@@ -283,8 +282,7 @@ def test_state_slots_follow_the_sequences(kit: Any) -> None:
     assert all(r.finished for r in requests)
 
 
-STEPS = int(os.environ.get("RANDOM_STEPS", "2000"))
-"""Of the next test; 20,000 every night."""
+STEPS = 20_000
 
 
 def test_random_steps(kit: Any) -> None:
