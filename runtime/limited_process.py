@@ -7,6 +7,7 @@ first message sets the process up; then comes one answer for each message.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import selectors
 import signal
@@ -120,16 +121,23 @@ def _exchange(worker: subprocess.Popen[bytes], data: bytes, deadline: float) -> 
 
 
 def read(stream: BinaryIO) -> Any:
-    """One message, or None at the end."""
+    """One message, or None at the end, also if that comes in the middle of one: who wrote it has been killed."""
     header = stream.read(4)
-    return json.loads(stream.read(struct.unpack("<I", header)[0])) if len(header) == 4 else None
+    size = struct.unpack("<I", header)[0] if len(header) == 4 else 0
+    body = stream.read(size)
+    return json.loads(body) if size and len(body) == size else None
 
 
 def write(stream: BinaryIO, message: Any) -> None:
     """One answer; what comes next has its own time."""
     data = json.dumps(message).encode()
-    stream.write(struct.pack("<I", len(data)) + data)
-    stream.flush()
+    unsent = memoryview(struct.pack("<I", len(data)) + data)
+    try:
+        while unsent:  # with PYTHONUNBUFFERED the stream takes a part
+            unsent = unsent[stream.write(unsent) :]
+        stream.flush()
+    except BrokenPipeError:  # whoever asked has been killed; an ordinary exit would try to write again, and complain
+        os._exit(0)
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 

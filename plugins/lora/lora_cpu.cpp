@@ -1,28 +1,75 @@
 // y = base + x @ a[i].T @ b[i], with the adapter i of each row.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
-#include "kernel.h"
+#include "simd.h"
 
 namespace llmc::LLMC_ISA {
 namespace {
 
 constexpr std::int64_t kLanes = 16;       // partial sums over K
+constexpr int kRows = 4;                  // multiplied at a time by a row of a or b
+constexpr std::int64_t kTile = 32;        // rows of one adapter that a thread takes at a time
 constexpr std::int64_t kColumns = 64;     // of y, that a thread takes at a time
 constexpr std::int64_t kShare = 1 << 16;  // products that are worth waking a thread for
 
-// Lane by lane, then the lanes in order: the same for every row.
-float dot(const float* p, const float* q, std::int64_t count) {
-  float lanes[kLanes] = {};
-  std::int64_t k = 0;
-  for (; k + kLanes <= count; k += kLanes) {
-    for (std::int64_t i = 0; i < kLanes; ++i) lanes[i] += p[k + i] * q[k + i];
+// Lane by lane, then the lanes in order: the same for every row, however many are multiplied at a time.
+template <int count>
+void dots(const float* factors, const float* const* x, std::int64_t columns, float* const* sums) {
+  f32x16 lanes[count];
+  for (f32x16& l : lanes) l = zero();
+  for (std::int64_t k = 0; k < columns; k += kLanes) {
+    const int here = static_cast<int>(std::min(kLanes, columns - k));
+    const f32x16 f = here == kLanes ? load(factors + k) : load(factors + k, here);
+    for (int r = 0; r < count; ++r) lanes[r] = lanes[r] + f * (here == kLanes ? load(x[r] + k) : load(x[r] + k, here));
   }
-  for (std::int64_t i = 0; k + i < count; ++i) lanes[i] += p[k + i] * q[k + i];
-  float sum = 0;
-  for (const float lane : lanes) sum += lane;
-  return sum;
+  for (int r = 0; r < count; ++r) {
+    float lane[kLanes];
+    store(lane, lanes[r]);
+    *sums[r] = 0;
+    for (const float value : lane) *sums[r] += value;
+  }
 }
+
+// target = source + sum over j of h[j] * factors[j], the sum in ascending order, for up to kColumns columns.
+template <int count>
+void add(const float* factors, std::int64_t stride, const float* const* h, std::int64_t rank,
+         const float* const* source, float* const* target, std::int64_t width) {
+  for (std::int64_t c = 0; c < width; c += 2 * kLanes) {
+    const int n0 = static_cast<int>(std::min(kLanes, width - c));
+    const int n1 = static_cast<int>(std::clamp<std::int64_t>(width - c - kLanes, 0, kLanes));
+    f32x16 sums[count][2];
+    for (auto& sum : sums) sum[0] = sum[1] = zero();
+    for (std::int64_t j = 0; j < rank; ++j) {
+      const float* line = factors + j * stride + c;
+      const f32x16 f0 = n1 == kLanes ? load(line) : load(line, n0);
+      const f32x16 f1 = n1 == kLanes ? load(line + kLanes) : n1 > 0 ? load(line + kLanes, n1) : zero();
+      for (int r = 0; r < count; ++r) {
+        const f32x16 scale = broadcast(h[r][j]);
+        sums[r][0] = sums[r][0] + scale * f0;
+        sums[r][1] = sums[r][1] + scale * f1;
+      }
+    }
+    for (int r = 0; r < count; ++r) {
+      store(target[r] + c, load(source[r] + c, n0) + sums[r][0], n0);
+      if (n1 > 0) store(target[r] + c + kLanes, load(source[r] + c + kLanes, n1) + sums[r][1], n1);
+    }
+  }
+}
+
+// f(first) for kRows at a time, then one by one; the second argument tells which.
+template <class F>
+void in_groups(std::int64_t begin, std::int64_t end, F&& f) {
+  std::int64_t t = begin;
+  for (; t + kRows <= end; t += kRows) f(t, std::integral_constant<int, kRows>());
+  for (; t < end; ++t) f(t, std::integral_constant<int, 1>());
+}
+
+// Consecutive entries of an order of rows, all of one adapter.
+struct Tile {
+  std::int64_t begin = 0, end = 0;
+};
 
 class Lora : public Kernel {
  public:
@@ -64,46 +111,73 @@ class Lora : public Kernel {
       any |= adapter_of[row] >= 0;
     }
     if (!any && y.data == base.data) return;
+    // Rows of one adapter lie together, so that its a and b are read once for up to kTile of them.
+    auto* order = context.scratch.array<std::int64_t>(rows);
+    auto* tiles = context.scratch.array<Tile>(rows);
+    auto* ends = context.scratch.array<std::int64_t>(count + 1);
+    const std::int64_t tile_count = arrange(adapter_of, rows, count, ends, order, tiles);
+    const auto adapter = [&](const Tile& tile) { return std::int64_t{adapter_of[order[tile.begin]]}; };
     // How many products a row needs; none: it stays as it is.
-    const auto rank = [&](std::int64_t row) { return adapter_of[row] < 0 ? 0 : rank_of[adapter_of[row]]; };
+    const auto rank = [&](const Tile& tile) { return adapter(tile) < 0 ? 0 : rank_of[adapter(tile)]; };
 
     auto* inner = context.scratch.array<float>(rows * most);
-    context.pool.split(rows * most, std::max<std::int64_t>(1, kShare / columns),
+    context.pool.split(tile_count * most, std::max<std::int64_t>(1, kShare / (columns * kRows)),
                        [&](std::int64_t begin, std::int64_t end, int) {
                          for (std::int64_t i = begin; i < end; ++i) {
-                           const std::int64_t row = i / most, j = i % most;
-                           if (j >= rank(row)) continue;
-                           const float* factors = a.as<const float>() + (adapter_of[row] * most + j) * columns;
-                           inner[i] = dot(factors, x.as<const float>() + row * x.stride[0], columns);
+                           const Tile& tile = tiles[i / most];
+                           const std::int64_t j = i % most;
+                           if (j >= rank(tile)) continue;
+                           const float* factors = a.as<const float>() + (adapter(tile) * most + j) * columns;
+                           in_groups(tile.begin, tile.end, [&](std::int64_t t, auto rows_here) {
+                             const float* from[rows_here];
+                             float* to[rows_here];
+                             for (int r = 0; r < rows_here; ++r) {
+                               from[r] = x.as<const float>() + order[t + r] * x.stride[0];
+                               to[r] = inner + order[t + r] * most + j;
+                             }
+                             dots<rows_here>(factors, from, columns, to);
+                           });
                          }
                        });
     const std::int64_t blocks = (outputs + kColumns - 1) / kColumns;
-    context.pool.split(rows * blocks, std::max<std::int64_t>(1, kShare / (kColumns * most)),
+    context.pool.split(tile_count * blocks, std::max<std::int64_t>(1, kShare / (kColumns * most * kRows)),
                        [&](std::int64_t begin, std::int64_t end, int) {
                          for (std::int64_t i = begin; i < end; ++i) {
-                           const std::int64_t row = i / blocks, first = i % blocks * kColumns,
+                           const Tile& tile = tiles[i / blocks];
+                           const std::int64_t first = i % blocks * kColumns,
                                               width = std::min(kColumns, outputs - first);
-                           const float* source = base.as<const float>() + row * base.stride[0] + first;
-                           float* target = y.as<float>() + row * y.stride[0] + first;
-                           float sums[kColumns] = {};
-                           for (std::int64_t j = 0; j < rank(row); ++j) {
-                             const float* factors =
-                                 b.as<const float>() + (adapter_of[row] * most + j) * outputs + first;
-                             const float h = inner[row * most + j];
-                             if (width == kColumns) {
-                               for (std::int64_t c = 0; c < kColumns; ++c) sums[c] += h * factors[c];
-                             } else {
-                               for (std::int64_t c = 0; c < width; ++c) sums[c] += h * factors[c];
+                           const float* factors = b.as<const float>() + adapter(tile) * most * outputs + first;
+                           in_groups(tile.begin, tile.end, [&](std::int64_t t, auto rows_here) {
+                             const float *h[rows_here], *source[rows_here];
+                             float* target[rows_here];
+                             for (int r = 0; r < rows_here; ++r) {
+                               h[r] = inner + order[t + r] * most;
+                               source[r] = base.as<const float>() + order[t + r] * base.stride[0] + first;
+                               target[r] = y.as<float>() + order[t + r] * y.stride[0] + first;
+                               if (rank(tile) == 0 && target[r] != source[r])
+                                 std::memcpy(target[r], source[r], static_cast<std::size_t>(width) * sizeof(float));
                              }
-                           }
-                           if (rank(row) == 0) {
-                             if (target != source)
-                               std::memcpy(target, source, static_cast<std::size_t>(width) * sizeof(float));
-                           } else {
-                             for (std::int64_t c = 0; c < width; ++c) target[c] = source[c] + sums[c];
-                           }
+                             if (rank(tile) > 0) add<rows_here>(factors, outputs, h, rank(tile), source, target, width);
+                           });
                          }
                        });
+  }
+
+ private:
+  // Sorts the rows by adapter, those without one first, and cuts them into tiles; returns how many. ends [count + 1].
+  static std::int64_t arrange(const std::int32_t* adapters, std::int64_t rows, std::int64_t count, std::int64_t* ends,
+                              std::int64_t* order, Tile* tiles) {
+    std::fill_n(ends, count + 1, std::int64_t{0});
+    for (std::int64_t row = 0; row < rows; ++row) ++ends[adapters[row] + 1];
+    std::int64_t sum = 0, made = 0;
+    for (std::int64_t i = 0; i <= count; ++i) {
+      const std::int64_t here = ends[i];
+      ends[i] = sum;  // where it begins, until its rows are placed
+      for (std::int64_t t = sum; t < sum + here; t += kTile) tiles[made++] = {t, std::min(sum + here, t + kTile)};
+      sum += here;
+    }
+    for (std::int64_t row = 0; row < rows; ++row) order[ends[adapters[row] + 1]++] = row;
+    return made;
   }
 };
 
