@@ -229,13 +229,9 @@ class Soak:
                     self.tally.fail(f"canary {number}: {found!r:.400} instead of {first[number]!r:.400}")
             self.tally.memory.append((self.tally.requests, memory(pid)))
             now = time.monotonic()
-            print(
-                f"{now - begin:6.0f} of {end - begin:.0f} s: {self.tally.requests} requests, {self.tally.aborted} "
-                f"aborted, {self.tally.compared} compared, {self.tally.memory[-1][1] / 1024:.1f} MiB, "
-                f"{len(self.tally.problems)} problems",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"{self.tally.requests} requests, {self.tally.aborted} aborted, {self.tally.compared} compared, "
+            text += f"{self.tally.memory[-1][1] / 1024:.1f} MiB, {len(self.tally.problems)} problems"
+            print(f"{now - begin:6.0f} of {end - begin:.0f} s: {text}", file=sys.stderr, flush=True)
             if now >= end:
                 return
             await asyncio.sleep(min(CANARY_SECONDS, end - now))
