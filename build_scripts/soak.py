@@ -33,7 +33,7 @@ from llmc.errors import EngineError
 
 POOL = 48
 """Different requests; each comes again and again, and must be answered as the first time."""
-CANARY_SECONDS, PATIENCE = 10.0, 1800.0
+CANARY_SECONDS, SAMPLE_SECONDS, PATIENCE = 10.0, 2.0, 1800.0
 MIB_PER_2000 = 10.0
 WARM_SHARE = 0.2
 """Of the requests, after each of the pool was sent once: until then memory may grow, since caches fill."""
@@ -152,9 +152,8 @@ class Soak:
             case = self.cases[index]
             self.tally.sent[case.kind] += 1
             streams, leaves = rng.random() < 0.5 and case.kind != "embedding", rng.random() < 0.2
-            patience = rng.expovariate(2.0) if leaves else PATIENCE
             try:
-                async with asyncio.timeout(patience):
+                async with asyncio.timeout(rng.expovariate(2.0) if leaves else PATIENCE):
                     answer = await self._streamed(case) if streams else await self._whole(case)
             except TimeoutError:
                 if leaves:
@@ -211,8 +210,14 @@ class Soak:
             if case.kind == "grammar" and not re.fullmatch(r"[0-9+ ]*", text):
                 self.tally.fail(f"not of the grammar: {text:.200}")
 
-    async def canary(self, bodies: list[dict[str, Any]], pid: int, begin: float, end: float) -> None:
-        """The same requests every few seconds; notes memory as well."""
+    async def watch_memory(self, pid: int, end: float) -> None:
+        """Note it every few seconds."""
+        while time.monotonic() < end:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self.tally.memory.append((self.tally.requests, memory(pid)))
+
+    async def canary(self, bodies: list[dict[str, Any]], begin: float, end: float) -> None:
+        """The same requests every few seconds."""
         first: list[Any] = []
         while True:
             for number, body in enumerate(bodies):
@@ -227,10 +232,9 @@ class Soak:
                     first.append(found)
                 elif found != first[number]:
                     self.tally.fail(f"canary {number}: {found!r:.400} instead of {first[number]!r:.400}")
-            self.tally.memory.append((self.tally.requests, memory(pid)))
-            now = time.monotonic()
+            now, mib = time.monotonic(), self.tally.memory[-1][1] / 1024 if self.tally.memory else 0.0
             text = f"{self.tally.requests} requests, {self.tally.aborted} aborted, {self.tally.compared} compared, "
-            text += f"{self.tally.memory[-1][1] / 1024:.1f} MiB, {len(self.tally.problems)} problems"
+            text += f"{mib:.1f} MiB, {len(self.tally.problems)} problems"
             print(f"{now - begin:6.0f} of {end - begin:.0f} s: {text}", file=sys.stderr, flush=True)
             if now >= end:
                 return
@@ -256,13 +260,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def growth(samples: list[tuple[int, int]]) -> tuple[float, float]:
-    """(MiB that memory grew by after the warm part, how many are allowed), from medians."""
-    total = samples[-1][0]
-    warm = [sample for sample in samples if sample[0] >= WARM_SHARE * total]
-    third = max(1, len(warm) // 3)
+def growth(samples: list[tuple[int, int]]) -> tuple[float, float] | None:
+    """(MiB that memory grew by after the warm part, how many are allowed), from medians; None: too few to judge."""
+    warm = [sample for sample in samples if sample[0] >= max(2 * POOL, WARM_SHARE * samples[-1][0])]
+    if (third := len(warm) // 3) < 3:
+        return None
     begin, end = sorted(warm[:third], key=lambda s: s[1]), sorted(warm[-third:], key=lambda s: s[1])
-    (n0, m0), (n1, m1) = begin[len(begin) // 2], end[len(end) // 2]
+    (n0, m0), (n1, m1) = begin[third // 2], end[third // 2]
     return (m1 - m0) / 1024, MIB_PER_2000 * max(1.0, (n1 - n0) / 2000)
 
 
@@ -318,8 +322,8 @@ async def soak(url: str, pid: int, lora: list[str], arguments: argparse.Namespac
         ]
         clients, begin = Soak(client, cases, tally, arguments.seed), time.monotonic()
         end = begin + arguments.minutes * 60
-        watch = asyncio.create_task(clients.canary(canaries, pid, begin, end))
-        await asyncio.gather(watch, *(clients.run(number, end) for number in range(arguments.clients)))
+        watches = (clients.canary(canaries, begin, end), clients.watch_memory(pid, end))
+        await asyncio.gather(*watches, *(clients.run(number, end) for number in range(arguments.clients)))
         names = ("running_sequences", "waiting_sequences", "kv_blocks_used")
         for _ in range(600):
             text = (await client.get("/metrics")).text
@@ -334,8 +338,8 @@ async def soak(url: str, pid: int, lora: list[str], arguments: argparse.Namespac
 
 def report(tally: Tally, seconds: float) -> dict[str, Any]:
     """Numbers, and the verdict."""
-    grown, allowed = growth(tally.memory)
-    if grown > allowed:
+    grown, allowed = growth(tally.memory) or (None, MIB_PER_2000)
+    if grown is not None and grown > allowed:
         tally.fail(f"memory grew by {grown:.1f} MiB; {allowed:.1f} are allowed")
     return {
         "seconds": seconds,
@@ -343,11 +347,11 @@ def report(tally: Tally, seconds: float) -> dict[str, Any]:
         "by kind": dict(tally.sent),
         "aborted by their client": tally.aborted,
         "refused (429)": tally.busy,
-        "answers equal to the first": tally.compared,
+        "equal to the first answer": tally.compared,
         "canaries": tally.canaries,
         "slowest canary, s": tally.slowest_canary,
         "memory, MiB": tally.memory[-1][1] / 1024,
-        "memory grew by, MiB": grown,
+        "memory grew by, MiB": "too few requests to tell" if grown is None else grown,
         "allowed, MiB": allowed,
         "problems": tally.problems,
     }
@@ -357,10 +361,8 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int)
+    for name, kind, default in (("minutes", float, 10), ("clients", int, 12), ("seed", int, 0), ("threads", int, None)):
+        parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     tally, begin = Tally(), time.monotonic()
