@@ -1,4 +1,4 @@
-"""Soak: `llmc serve` under a random mix of everything for a while, with a canary that must stay the same to the bit.
+"""`llmc serve` under a random mix of everything for a while, with a canary that must stay the same to the bit.
 
     build_scripts/soak.py ENGINE [--minutes 10] [--clients 12] [--seed 0] [--threads N] [--json]
 
@@ -87,8 +87,7 @@ class Tally:
 
 def pool(models: list[str], context: int, chats: bool, rng: random.Random) -> list[Case]:
     """Requests of all kinds, with a seed each."""
-    cases = []
-    long = max(16, min(600, context // 3))
+    cases, long = [], max(16, min(600, context // 3))
 
     def text(count: int) -> str:
         return " ".join(rng.choice(WORDS) for _ in range(count))
@@ -307,8 +306,7 @@ async def soak(url: str, pid: int, lora: list[str], arguments: argparse.Namespac
         entry = (await client.get("/v1/models")).json()["data"][0]
         hello = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
         chats = (await client.post("/v1/chat/completions", json=hello)).status_code == 200
-        rng = random.Random(arguments.seed)
-        cases = pool(["base", *lora], entry["max_model_len"], chats, rng)
+        cases = pool(["base", *lora], entry["max_model_len"], chats, random.Random(arguments.seed))
         canaries = [
             {
                 "model": name,
