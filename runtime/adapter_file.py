@@ -112,8 +112,11 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     for key, value in config.items():
         if key not in MEANINGLESS and key not in KNOWN and value not in (None, False, [], {}, ""):
             raise CheckpointError(f"{where}: {key} {value!r:.80} is not supported")
-    alphas = [config.get("lora_alpha"), *dict(config.get("alpha_pattern") or {}).values()]
-    if not all(isinstance(a, int | float) and not isinstance(a, bool) and math.isfinite(a) for a in alphas):
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{where}: alpha_pattern must be an object")
+    alphas = [config.get("lora_alpha"), *patterns.values()]
+    if not all(isinstance(a, int | float) and not isinstance(a, bool) and abs(a) < 1e9 for a in alphas):
         raise CheckpointError(f"{where}: lora_alpha and alpha_pattern must be numbers")
 
 

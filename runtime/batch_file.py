@@ -54,7 +54,7 @@ def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mappi
                 click.echo(f"going on after {progress.done} results of an earlier run", err=True)
         try:
             for record in run_lines(llm, requests, defaults, progress.done):
-                out.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+                out.write(to_line(record))
                 out.flush()
                 progress.count(_failed(record))
         except KeyboardInterrupt:
@@ -70,6 +70,14 @@ def run_file(llm: LLM, input_file: str, output_file: str | None, defaults: Mappi
             _publish(out, Path(str(output_file)))
     click.echo(f"{progress.done} requests, {progress.failed} failed", err=True)
     return 1 if progress.failed else 0
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    """JSON in UTF-8; half of a surrogate pair, which has none, as an escape of JSON: a later run finds it again."""
+    try:
+        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record).encode() + b"\n"
 
 
 def run_lines(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 START_SECONDS = 60.0
 """For Python to start and import what it needs."""
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 """For an answer. Processor time is limited by the process itself; this is for a machine under load."""
 
 MAX_SECONDS = 2.0

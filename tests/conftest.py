@@ -1,15 +1,49 @@
 """Where real models and texts are, and engines that several tests use."""
 
 import os
+import random
 import signal
+import sys
+import zlib
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
+hypothesis.settings.register_profile(
+    "same", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("same")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def seed(name: str) -> None:
+    """Random numbers that no test seeds are those of its own name, not of what ran before."""
+    number = zlib.crc32(name.encode())
+    random.seed(number)
+    for module, function in (("numpy.random", "seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            getattr(sys.modules[module], function)(number)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    seed(module_path.name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> None:
+    seed(f"{fixturedef.argname} {getattr(request, 'param', '')}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    seed(item.name)
 
 
 def models_folder() -> Path:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from llmc.errors import LlmcError
 from llmc.runtime.server.app import Endpoint
-from llmc.runtime.server.errors import ApiError, JsonResponse
+from llmc.runtime.server.errors import ApiError, JsonResponse, unavailable
 from llmc.runtime.server.models import Models
 from llmc.runtime.server.routes.models import livez, metrics, readyz
 
@@ -37,6 +37,8 @@ async def reset_cache(request: Request) -> Response:
 async def reload(request: Request) -> Response:
     """Load all engine directories anew; requests that run end on the old engines."""
     models: Models = request.app.state.models
+    if models.draining:
+        raise unavailable("the server is shutting down", "draining")
     if not await reload_all(models):
         raise ApiError(500, "an engine can't be loaded, and the old one goes on; the log says why")
     return JsonResponse({"status": "reloaded"})
@@ -56,8 +58,7 @@ async def reload_all(models: Models) -> bool:
 
 def _pause(request: Request, paused: bool) -> Response:
     models: Models = request.app.state.models
-    for model in models.all.values():
-        model.running.pause(paused)
+    models.pause(paused)
     return JsonResponse({"status": "paused" if paused else "running"})
 
 

@@ -76,14 +76,14 @@ class App:
 def make_app(
     models: Models, keys: Keys, settings: Settings, host: str, endpoints: Iterable[Endpoint] = ENDPOINTS
 ) -> ASGIApp:
-    """The application of a listener on ``host``."""
+    """The application of a listener on ``host``. A server that shuts down takes no more requests, but orders."""
     return Guard(
         App(endpoints, models),
         keys=keys,
         host=host,
         settings=settings,
         metrics=models.metrics,
-        is_draining=lambda: models.draining,
+        is_draining=lambda: models.draining and endpoints is ENDPOINTS,
     )
 
 

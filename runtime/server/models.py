@@ -124,7 +124,7 @@ class Models:
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._compilers = ThreadPoolExecutor(ENCODERS, thread_name_prefix="compile")
         self._reloading = asyncio.Lock()
-        self._retired: set[asyncio.Task[None]] = set()
+        self._retired: dict[asyncio.Task[None], EngineLoop] = {}
 
     def find(self, name: str | None) -> Model:
         """A model by name; None: the first one.
@@ -152,6 +152,10 @@ class Models:
         return alive and not self.draining
 
     @property
+    def _engines(self) -> list[EngineLoop]:
+        return [*(m.engine for m in self.all.values() if m.engine is not None), *self._retired.values()]
+
+    @property
     def idle(self) -> bool:
         """Whether no request is on its way."""
         return all(model.engine is None or model.engine.idle for model in self.all.values()) and not self._retired
@@ -168,9 +172,10 @@ class Models:
             model.engine = EngineLoop(llm, events, self.settings.max_queue, self._failed)
             log.info("%s: loaded %s", model.name, model.path)
             if old is not None:
+                model.engine.pause(old.paused)
                 task = asyncio.create_task(_retire(old))
-                self._retired.add(task)
-                task.add_done_callback(self._retired.discard)
+                self._retired[task] = old
+                task.add_done_callback(lambda done: self._retired.pop(done, None))
 
     def _failed(self) -> None:
         self.on_failure()
@@ -214,17 +219,26 @@ class Models:
         engine.submit(job)
         return job
 
+    def pause(self, paused: bool) -> None:
+        """Stop the engines between two steps, or let them go on; also those that only end their last requests.
+
+        Raises:
+            ApiError: 503, one is being loaded or has failed.
+        """
+        for engine in [*(model.running for model in self.all.values()), *self._retired.values()]:
+            engine.pause(paused)
+
     def end_all(self, problem: ApiError) -> None:
         """End all requests."""
-        for model in self.all.values():
-            if model.engine is not None:
-                model.engine.fail_all(problem)
+        for engine in self._engines:
+            engine.fail_all(problem)
 
     async def close(self) -> None:
         """End all threads."""
-        for model in self.all.values():
-            if model.engine is not None:
-                await model.engine.stop()
+        for task in self._retired:
+            task.cancel()
+        for engine in self._engines:
+            await engine.stop()
         for pool in (self._encoders, self._compilers):
             pool.shutdown(wait=False, cancel_futures=True)
 

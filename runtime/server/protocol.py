@@ -106,7 +106,8 @@ class _Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Not HTTP, or too large a head."""
         problem = sys.exc_info()[1]
-        self._refuse(getattr(problem, "error_status_hint", 400))
+        status = getattr(problem, "error_status_hint", 400)
+        self._refuse(status if status in MESSAGES else 400)
 
     def _watch_head(self) -> None:
         """Between two requests uvicorn waits for the first byte; from then on, and for the first request, this does."""

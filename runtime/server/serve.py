@@ -64,6 +64,9 @@ class Server:
         try:
             with self._signals():
                 url = f"http://{_shown(self._settings.host)}:{self._socket.getsockname()[1]}"
+                for _, sock in self._listeners[1:]:
+                    host, port = sock.getsockname()[:2]
+                    log.info("admin: on http://%s:%d", _shown(host), port)
                 log.info("listening on %s", url)
                 await self._load()
                 if self._models.ready:

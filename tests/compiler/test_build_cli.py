@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,9 +199,8 @@ def test_lists(built: Path) -> None:
 
 
 def test_help_is_quick() -> None:
-    best = 10.0
-    for _ in range(3):
-        begin = time.monotonic()
-        subprocess.run([sys.executable, "-P", "-m", "llmc", "build", "--help"], check=True, capture_output=True)
-        best = min(best, time.monotonic() - begin)
-    assert best < 1.5, f"{best:.2f} s"  # 0.3 s on an idle machine
+    """It imports nothing of the compiler's libraries."""
+    code = "import sys, llmc.__main__ as m; m.cli(['build', '--help'], standalone_mode=False)\n"
+    code += "print([n for n in ('torch', 'transformers', 'onnx', 'onnx_ir', 'numpy') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"

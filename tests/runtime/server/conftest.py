@@ -26,7 +26,8 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('bad role: ' ~ m.content) }}"
     "{% elif m.role == 'robot' %}{{ raise_exception('robots may not talk') }}{% endif %}{{ m.content }}{% endfor %}"
 )
-PATIENCE = 60.0
+PATIENCE = 180.0
+ADMIN = ("--admin-listen", "127.0.0.1:0", "--admin-api-key", "root")
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
@@ -51,6 +52,7 @@ class Live:
         wait_until(lambda: "ready: " in self.log or self.process.poll() is not None)
         assert self.process.poll() is None, self.log
         self.port = int(re.findall(r"listening on http://.*:(\d+)", self.log)[0])
+        self.admin_port = int((re.findall(r"admin: on http://.*:(\d+)", self.log) or [0])[0])
         self.url = f"http://127.0.0.1:{self.port}"
         return self
 
@@ -68,6 +70,13 @@ class Live:
 
     def openai(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+    def admin(self, path: str) -> httpx.Response:
+        """Of a server that was started with `ADMIN`. `/pause` stops its engines between two steps: what a test then
+        sees does not depend on who is faster.
+        """
+        url = f"http://127.0.0.1:{self.admin_port}{path}"
+        return httpx.post(url, headers={"authorization": "Bearer root"}, timeout=PATIENCE)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -90,7 +99,7 @@ class Live:
     def metric(self, name: str) -> float:
         with self.http() as client:
             text = client.get("/metrics").text
-        return float(re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)[0])
+        return float(re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE)[0])
 
     @property
     def is_idle(self) -> bool:
@@ -107,6 +116,7 @@ class ServerKit:
     """What tests of the server share; the fixture `served`."""
 
     Live = Live
+    ADMIN = ADMIN
     wait_until = staticmethod(wait_until)
 
     def __init__(self, engine: Path) -> None:
@@ -128,11 +138,11 @@ def served(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> ServerKit:
 @pytest.fixture(scope="session")
 def live(served: ServerKit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with default options that most tests share."""
-    with Live(tmp_path_factory.mktemp("live"), str(served.engine), "--tool-parser", "hermes") as server:
+    with Live(tmp_path_factory.mktemp("live"), str(served.engine), "--tool-parser", "hermes", *ADMIN) as server:
         yield server
 
 
 @pytest.fixture
 def start(served: ServerKit, tmp_path: Path) -> Callable[..., Live]:
     """A function: a server of its own, with more arguments; for `with`."""
-    return lambda *arguments, **values: Live(tmp_path / "own", str(served.engine), *arguments, **values)
+    return lambda *arguments, **values: Live(tmp_path / "own", str(served.engine), *ADMIN, *arguments, **values)

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from llmc import LLM, SamplingParams
 
-COUNT = 60
+COUNT = 200
+WORDS = ["yes", "no", "perhaps not"]
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"], "additionalProperties": False}
+KINDS = {"regex": "regex", "guided_json": "json_schema", "guided_choice": "choice"}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +45,18 @@ def mix(count: int) -> list[dict[str, Any]]:
             "repetition_penalty": draw.choice((1, 1.2)),
             "top_p": draw.choice((1, 0.9)),
             "min_tokens": draw.choice((0, 1)),
+            "presence_penalty": draw.choice((0, 0, 0.7)),
+            "frequency_penalty": draw.choice((0, 0, -0.4)),
+            "top_k": draw.choice((0, 0, 7)),
+            "min_p": draw.choice((0, 0, 0.05)),
+            "logit_bias": draw.choice(({}, {}, {"80": 3, "91": -100})),
         }
-        if draw.random() < 0.2:
-            body["regex"] = "[a-z]{2,20}!"
+        free: dict[str, Any] = {
+            "bad_words": draw.choice(([], ["q", "no"]))
+        }  # with a constraint, they can leave nothing
+        body |= draw.choice(
+            (free, free, free, {"regex": "[a-z]{2,20}!"}, {"guided_json": SCHEMA}, {"guided_choice": WORDS})
+        )
         bodies.append(body)
     return bodies
 
@@ -74,8 +86,9 @@ def whole(live: Any, body: dict[str, Any]) -> list[tuple[str, list[float], Any]]
 
 
 def alone(llm: LLM, body: dict[str, Any]) -> list[tuple[str, list[float], Any]]:
-    values = {k: v for k, v in body.items() if k not in ("prompt", "regex") and v is not None}
-    constraint = {"regex": body["regex"]} if "regex" in body else None
+    values = {k: v for k, v in body.items() if k not in ("prompt", *KINDS) and v is not None}
+    values["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
+    constraint = {KINDS[name]: body[name] for name in KINDS if name in body} or None
     (result,) = llm.generate([body["prompt"]], SamplingParams(**values, constraint=constraint))  # type: ignore[arg-type]
     return [(c.text, [e.logprob for e in c.logprobs or ()], str(c.finish_reason)) for c in result.choices]
 
@@ -132,7 +145,7 @@ def test_requests_made_from_the_description(live: Any) -> None:
         run()
 
 
-@settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150)
 @given(data=st.binary(max_size=300) | st.text(max_size=100).map(lambda t: f'{{"prompt": "{t}"'.encode()))
 def test_any_bytes_are_answered(live: Any, data: bytes) -> None:
     with live.connect() as sock:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from llmc.errors import UsageError
@@ -46,10 +47,18 @@ def locked(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[An
     folder = tmp_path_factory.mktemp("locked")
     keys = folder / "keys"
     keys.write_text("second\n\nthïrd\n")
-    admin = ("--admin-listen", "127.0.0.1:0", "--admin-api-key", "root")
-    limits = ("--header-timeout", "1", "--body-timeout", "1", "--send-timeout", "1", "--max-body-mb", "0.2")
-    arguments = (str(served.engine), "--api-key", "first", "--api-key-file", str(keys), *admin, *limits)
-    with served.Live(folder / "own", *arguments, "--max-connections", "64") as server:
+    limits = ("--header-timeout", "170", "--body-timeout", "170", "--max-body-mb", "0.2")
+    arguments = (str(served.engine), "--api-key", "first", "--api-key-file", str(keys), *served.ADMIN, *limits)
+    with served.Live(folder / "own", *arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(served: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server that does not wait long. What has to be in time is not sent to it."""
+    limits = ("--header-timeout", "1.5", "--body-timeout", "1", "--send-timeout", "1", "--max-connections", "64")
+    arguments = (str(served.engine), "--api-key", "first", *served.ADMIN, *limits)
+    with served.Live(tmp_path_factory.mktemp("hasty"), *arguments) as server:
         yield server
 
 
@@ -189,43 +198,43 @@ def test_large_bodies(locked: Any, declared: bool) -> None:
     assert raw(locked, data)[0] == 413
 
 
-def test_slow_heads_and_bodies_are_cut_off(locked: Any) -> None:
-    assert raw(locked, b"GET /livez HT")[0] == 408
-    assert raw(locked, HEAD.encode())[0] == 408
-    assert raw(locked, f"{HEAD}Content-Length: 20\r\n\r\n{{".encode())[0] == 408
+def test_slow_heads_and_bodies_are_cut_off(hasty: Any) -> None:
+    assert raw(hasty, b"GET /livez HT")[0] == 408
+    assert raw(hasty, HEAD.encode())[0] == 408
+    assert raw(hasty, f"{HEAD}Content-Length: 20\r\n\r\n{{".encode())[0] == 408
 
 
-def test_connections_that_do_nothing_keep_nobody_out_for_long(locked: Any, served: Any) -> None:
+def test_connections_that_do_nothing_keep_nobody_out_for_long(hasty: Any, served: Any) -> None:
     """More than the limit at once: the rest is refused at once; after the header timeout there is room again."""
-    socks = [locked.connect() for _ in range(200)]
+    socks = [hasty.connect() for _ in range(200)]
     try:
-        served.wait_until(lambda: raw(locked, request("GET", "/livez"))[0] == 200)
+        served.wait_until(lambda: raw(hasty, request("GET", "/livez"))[0] == 200)
         answers = [sock.recv(1000) for sock in socks]
-        assert {int(a.split()[1]) for a in answers} == {408, 503}
+        assert 408 in (found := {int(a.split()[1]) for a in answers}) and found <= {408, 503}
     finally:
         for sock in socks:
             sock.close()
-    assert locked.process.poll() is None
+    assert hasty.process.poll() is None
 
 
-def test_lif_13_a_client_that_never_reads(locked: Any, served: Any) -> None:
+def test_lif_13_a_client_that_never_reads(hasty: Any, served: Any) -> None:
     """Others go on meanwhile; after the send timeout it is dropped, and its blocks are back."""
     body = {"prompt": "z", "n": 64, "max_tokens": 500, "ignore_eos": True, "logprobs": 20, "stream": True}
-    with locked.connect(SO_RCVBUF=4096) as sock:
+    with hasty.connect(SO_RCVBUF=4096) as sock:
         data = json.dumps(body).encode()
         sock.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        client = locked.openai("first")
+        client = hasty.openai("first")
         for _ in range(7):
             answer = client.completions.create(model="script", prompt="m", temperature=0)
             assert answer.choices[0].text == "no"
-        with locked.http(headers={"authorization": "Bearer first"}) as http:
+        with hasty.http(headers={"authorization": "Bearer first"}) as http:
             served.wait_until(lambda: 'running_sequences{model="script"} 0.0' in http.get("/metrics").text)
-        time.sleep(0.1)
-        sock.setblocking(False)
-        with pytest.raises(OSError):
-            while sock.recv(1 << 20):
-                pass
-            raise ConnectionResetError
+        served.wait_until(lambda: not psutil.Process(hasty.process.pid).net_connections()[2:])  # but the listeners
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := sock.recv(1 << 20):
+                received += part
+        assert b"[DONE]" not in received
 
 
 def test_logs_and_errors_hold_no_prompt(start: Any) -> None:
@@ -265,4 +274,4 @@ def test_s4_nothing_is_connected_to(live: Any) -> None:
             continue
         if target.startswith("socket:[") and target[8:-1] in inodes:
             own.add(int(inodes[target[8:-1]].split(":")[1], 16))
-    assert own == {live.port}
+    assert own == {live.port, live.admin_port}
