@@ -54,3 +54,12 @@ class EmbeddingExecutor(Executor, Protocol):
     def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Rows [N, hidden size] before the head, the caller's own; and logits as of `step` if they are asked for."""
         ...
+
+
+@runtime_checkable
+class DraftExecutor(EmbeddingExecutor, Protocol):
+    """One that can take over the accepted ones of draft tokens, which stand behind each other in a tree."""
+
+    def move_positions(self, blocks: Int32, sources: Int32, targets: Int32) -> None:
+        """Copy what the cache holds of positions of a sequence with these blocks, one after the other."""
+        ...

@@ -5,24 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.runtime.batch import Batch
 from llmc.runtime.request import Sequence
+from llmc.runtime.speculative.base import Tree
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows of one sequence in a step: tokens ``start`` to ``stop``; logits are needed from ``first_row`` on."""
+    """The rows of one sequence in a step: tokens ``start`` to ``stop``; logits are needed from ``first_row`` on.
+
+    ``tree``: draft tokens behind the last of them, a row with logits each.
+    """
 
     sequence: Sequence
     start: int
     stop: int
     first_row: int
+    tree: Tree | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Rows of draft tokens."""
+        return 0 if self.tree is None else len(self.tree)
+
+    @property
+    def num_rows(self) -> int:
+        """All rows."""
+        return self.stop - self.start + self.num_drafts
 
     @property
     def num_logits(self) -> int:
         """Rows of logits."""
-        return max(0, self.stop - max(self.start, self.first_row))
+        return max(0, self.stop - max(self.start, self.first_row)) + self.num_drafts
 
     @property
     def completes(self) -> bool:
@@ -39,7 +55,7 @@ class Budget:
 
     def take(self, chunk: Chunk, sign: int = 1) -> None:
         """Spend what a chunk takes, or with -1 get it back."""
-        self.tokens -= sign * (chunk.stop - chunk.start)
+        self.tokens -= sign * chunk.num_rows
         self.rows -= sign * chunk.num_logits
 
 
@@ -56,6 +72,9 @@ def pack(chunks: list[Chunk]) -> Batch:
         block_tables[i, : len(table.blocks)] = table.row
         input_ids += chunk.sequence.tokens[chunk.start : chunk.stop]
         position_ids += range(chunk.start, chunk.stop)
+        if chunk.tree is not None:
+            input_ids += chunk.tree.tokens
+            position_ids += (chunk.stop - 1 + depth for depth in chunk.tree.depths)
         cu_seqlens.append(len(input_ids))
         logit_rows += range(len(input_ids) - chunk.num_logits, len(input_ids))
     slots = [chunk.sequence.state_slot for chunk in chunks]
@@ -67,6 +86,24 @@ def pack(chunks: list[Chunk]) -> Batch:
         cu_seqlens=np.array(cu_seqlens, np.int32),
         num_computed=np.array([chunk.start for chunk in chunks], np.int32),
         block_tables=block_tables,
+        tree_mask=tree_mask(chunks),
         state_slots=None if slots[0] is None else np.array(slots, np.int32),
         adapters=np.array(adapters, np.int32) if max(adapters) >= 0 else None,
     )
+
+
+def tree_mask(chunks: list[Chunk]) -> NDArray[np.uint64] | None:
+    """`Batch.tree_mask`; None if all trees are chains, whose rows see what is before them anyway."""
+    if all(chunk.tree is None or chunk.tree.is_chain for chunk in chunks):
+        return None
+    words = -(-max(chunk.num_rows for chunk in chunks) // 64)
+    masks = []
+    for chunk in chunks:
+        seen = np.tri(chunk.num_rows, words * 64, dtype=bool)
+        if chunk.tree is not None:
+            known = chunk.stop - chunk.start
+            for node, parent in enumerate(chunk.tree.parents):
+                seen[known + node] = seen[known + parent]  # -1: the last token before the tree
+                seen[known + node, known + node] = True
+        masks.append(np.packbits(seen, axis=1, bitorder="little").view(np.uint64))
+    return np.concatenate(masks)

@@ -61,6 +61,13 @@ RESOURCES = (
     click.option("--no-prefix-cache", is_flag=True, help="Compute every prompt from its first token."),
 )
 
+SPECULATION = (
+    click.option(
+        "--spec", default="off", show_default=True, help="Draft tokens for the engine to verify: ngram, ... Same text."
+    ),
+    click.option("--spec-tokens", type=click.IntRange(1), help="Drafts of a step at most. [default: the drafter's]"),
+)
+
 
 def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
     """A decorator that adds them in order."""
@@ -85,6 +92,7 @@ def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 @options(SAMPLING)
 @options(CONSTRAINTS)
 @options(RESOURCES)
+@options(SPECULATION)
 @click.option("--parse-special-in-messages", is_flag=True, help="Control tokens in messages are parsed, not text.")
 def run(
     engine: Path,
@@ -102,6 +110,8 @@ def run(
     max_batch_tokens: int | None,
     isa: str | None,
     no_prefix_cache: bool,
+    spec: str,
+    spec_tokens: int | None,
     parse_special_in_messages: bool,
     **sampling: Any,
 ) -> None:  # long: one parameter for each option
@@ -139,6 +149,8 @@ def run(
         max_batch_tokens=max_batch_tokens,
         isa=isa,
         prefix_cache=not no_prefix_cache,
+        spec=spec,
+        spec_tokens=spec_tokens,
         parse_special_in_messages=parse_special_in_messages,
     )
     try:
@@ -186,11 +198,12 @@ def verify(engine: Path, expect_digest: str | None, threads: int | None, as_json
         raise GateError(f"{engine}: the numbers differ from those recorded at build")
 
 
-def load(engine: Path, **values: Any) -> LLM:
-    """The engine, ready to run."""
+def load(engine: Path, *, spec: str = "off", spec_tokens: int | None = None, **values: Any) -> LLM:
+    """The engine, ready to run; ``spec`` and ``spec_tokens`` as of SPECULATION."""
     from llmc.runtime.llm import LLM
+    from llmc.runtime.speculative.opening import Speculation
 
-    return LLM(engine, **values)
+    return LLM(engine, speculative=Speculation(spec, spec_tokens), **values)
 
 
 def sampling_params(values: dict[str, Any]) -> SamplingParams:

@@ -26,6 +26,11 @@ class BlockTable:
             self._row = np.concatenate([self._row, np.zeros(len(self.blocks), np.int32)])
         self._row[start : len(self.blocks)] = self.blocks[start:]
 
+    def cut(self, count: int) -> list[int]:
+        """Take away all blocks but the first ``count``; returns them."""
+        taken, self.blocks = self.blocks[count:], self.blocks[:count]
+        return taken
+
     @property
     def row(self) -> NDArray[np.int32]:
         """[len(blocks)] block ids."""

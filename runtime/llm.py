@@ -30,10 +30,12 @@ from llmc.runtime.request_options import (
 )
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler, SchedulerConfig
+from llmc.runtime.speculative.opening import Speculation, open_speculator
 from llmc.runtime.stream import Stream
 
 if TYPE_CHECKING:
     from llmc.runtime.engine import Engine
+    from llmc.runtime.speculative.speculator import Speculator
     from llmc.runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class LLM:
         parse_special_in_messages: texts of control tokens in chat messages become those tokens. Off: ordinary text.
         check: recount the KV cache after every step.
         expect_digest: ``sha256:...`` of engine.json.
+        speculative: what drafts tokens for the engine to verify: ``ngram``, ``draft=DIR``, ...; changes no result.
 
     Raises:
         EngineError: the engine is missing, damaged or of another version.
@@ -88,6 +91,7 @@ class LLM:
         parse_special_in_messages: bool = False,
         check: bool = False,
         expect_digest: str | None = None,
+        speculative: Speculation | str | None = None,
     ) -> None:
         from llmc.runtime.devices import cpu, make_executor
         from llmc.runtime.engine import load_engine
@@ -121,7 +125,8 @@ class LLM:
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
-        self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest)
+        drafts = open_speculator(speculative, engine, executor, config, threads=self.threads, isa=isa)
+        self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest, drafts)
         if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks
 
@@ -135,11 +140,12 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Collection[int] = (),
         default_max_tokens: int | None = None,
+        speculator: Speculator | None = None,
     ) -> Self:
         """One around another executor, for tests."""
         self = cls.__new__(cls)
         self.engine, self.threads, self.adapters = None, 1, ()
-        self._set_up(executor, config, vocab_size, tokenizer, eos_token_ids, default_max_tokens)
+        self._set_up(executor, config, vocab_size, tokenizer, eos_token_ids, default_max_tokens, "", speculator)
         return self
 
     def _set_up(
@@ -151,12 +157,13 @@ class LLM:
         eos_token_ids: Collection[int],
         default_max_tokens: int | None,
         digest: str = "",
+        speculator: Speculator | None = None,
     ) -> None:
         self.executor, self.tokenizer, self.vocab_size = executor, tokenizer, vocab_size
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)  # others can't come
         self._default_max_tokens = default_max_tokens
         sampler = Sampler(None if tokenizer is None else tokenizer.vocabulary.tokens_containing)
-        self.scheduler = Scheduler(executor, sampler, config, model=digest)
+        self.scheduler = Scheduler(executor, sampler, config, model=digest, speculator=speculator)
         self._requests: dict[int, Request] = {}
         self._touched: dict[Sequence, None] = {}
         self._next_id = 0

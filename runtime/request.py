@@ -255,6 +255,8 @@ class Sequence:
     """None: tokens only."""
     penalties: PenaltyState | None = None
     """The sampler's."""
+    hidden: NDArray[np.float32] | None = None
+    """For a proposer of drafts that wants it: what went into the head for the rows that the last step took."""
     constraint: TokenConstraint | None = field(init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cumulative_logprob: float = 0.0

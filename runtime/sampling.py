@@ -22,6 +22,8 @@ from llmc.runtime.request import SamplingParams, Sequence
 
 Scores = NDArray[np.float32]
 Ids = NDArray[np.intp]
+Draw = Callable[[Scores, Sequence, int], int]
+"""Chooses the next token from its scores; how many tokens before it were not wanted is the last argument."""
 
 NOT_FINITE = "the model computed logits that are not finite"
 NONE_ALLOWED = "no token is allowed: constraint, bad_words, logit_bias and min_tokens rule out all of them"
@@ -79,7 +81,7 @@ class Sampler:
 
     def sample(self, logits: Scores, rows: ListOf[int], sequences: ListOf[Sequence]) -> list[Sampled]:
         """The next token of each sequence; ``logits`` [N, vocabulary], that of sequence i is row ``rows[i]``."""
-        return [self._sample(logits[row], sequence) for row, sequence in zip(rows, sequences, strict=True)]
+        return [self.sample_row(logits[row], sequence) for row, sequence in zip(rows, sequences, strict=True)]
 
     def score_prompt(self, sequence: Sequence, position: int, logits: Scores) -> None:
         """Record log-probabilities of the prompt from ``position + 1`` on, given the logits from ``position`` on."""
@@ -89,7 +91,8 @@ class Sampler:
         for row, token in zip(logits, request.prompt[position + 1 :], strict=False):
             request.prompt_logprobs.append(log_probability(row, token, count))
 
-    def _sample(self, row: Scores, sequence: Sequence) -> Sampled:
+    def sample_row(self, row: Scores, sequence: Sequence, draw: Draw | None = None) -> Sampled:
+        """The next token of a sequence, given its logits [vocabulary]; ``draw`` in place of `draw_token`."""
         params, constraint = sequence.request.params, sequence.constraint
         if constraint is not None and not np.isfinite(row.max()):  # what is masked can't show it
             return Sampled(error=NOT_FINITE)
@@ -99,11 +102,7 @@ class Sampler:
             return Sampled(error=str(problem))
         attempt = 0
         while True:
-            if params.temperature == 0:
-                token = int(scores.argmax())
-            else:
-                draw = uniform(sequence.request.seed, sequence.choice, len(sequence.tokens), attempt)
-                token = sample_token(scores, params, draw)
+            token = (draw or draw_token)(scores, sequence, attempt)
             if not np.isfinite(scores[token]):
                 if np.isnan(scores).any() or np.isposinf(scores).any():
                     return Sampled(error=NOT_FINITE)
@@ -178,6 +177,14 @@ def uniform(seed: int, choice: int, position: int, attempt: int = 0) -> float:
     """A random number in [0, 1), a function of its arguments."""
     digest = hashlib.blake2b(struct.pack("<qIII", seed, choice, position, attempt), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def draw_token(scores: Scores, sequence: Sequence, attempt: int = 0) -> int:
+    """The next token of a sequence as its parameters want it, by the random number of its place."""
+    params = sequence.request.params
+    if params.temperature == 0:
+        return int(scores.argmax())
+    return sample_token(scores, params, uniform(sequence.request.seed, sequence.choice, len(sequence.tokens), attempt))
 
 
 def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:

@@ -15,12 +15,13 @@ from llmc.errors import RequestError
 from llmc.runtime.batch import EmbeddingExecutor, Executor
 from llmc.runtime.chunk import Budget, Chunk, pack
 from llmc.runtime.kv_cache import BlockTable, KvCache, StatePool
+from llmc.runtime.outcome import Outcome
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.request import FinishReason, Request, Sequence
 from llmc.runtime.sampling import Sampler
+from llmc.runtime.speculative.speculator import Speculator
 
 TIMEOUT = "timeout"
-NOT_FINITE = "the model computed numbers that are not finite"
 
 LONG_SHARE = 0.75
 """Of the tokens that decodes leave: what a prompt takes at most that does not fit the step, if others want the rest."""
@@ -78,6 +79,7 @@ class Scheduler:
         config: sizes.
         model: a digest of the engine, for the names of blocks.
         clock: for deadlines.
+        speculator: drafts tokens, for what steps have room left; changes no result.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Scheduler:
         *,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         self.config, self.statistics = config, Statistics()
         self.kv_cache = KvCache(config.num_blocks, config.block_size)
@@ -95,7 +98,9 @@ class Scheduler:
         self.prefixes = PrefixCache(self.kv_cache, model) if config.prefix_cache and not config.has_state else None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._executor, self._sampler, self._clock = executor, sampler, clock
+        self.speculator = speculator
+        self._executor, self._clock = executor, clock
+        self._outcome = Outcome(sampler, speculator)
         self._has_deadlines = False
 
     @property
@@ -136,6 +141,9 @@ class Scheduler:
         if not chunks:
             return expired
         try:
+            if self.speculator is not None:
+                budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
+                chunks = self.speculator.draft(chunks, budget, self.kv_cache)
             rows, logits = self._compute(chunks)
         except Exception as problem:  # a failed step fails only its own requests
             return expired + self._fail(chunks, problem)
@@ -295,6 +303,8 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         assert sequence.table is not None, "only running sequences hold blocks"
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         self.kv_cache.release(sequence.table.blocks)
         if self.states is not None and sequence.state_slot is not None:
             self.states.release(sequence.state_slot)
@@ -306,7 +316,7 @@ class Scheduler:
         """Rows before the head and logits [N, vocabulary], as far as somebody needs them."""
         batch = pack(chunks)
         pooled = [chunk.sequence.request.pool is not None for chunk in chunks if chunk.num_logits]
-        if not any(pooled):
+        if not (any(pooled) or (pooled and self.speculator is not None and self.speculator.wants_hidden)):
             return None, self._executor.step(batch)
         assert isinstance(self._executor, EmbeddingExecutor), "checked when the request came"
         return self._executor.embed(batch, logits=not all(pooled))
@@ -325,7 +335,7 @@ class Scheduler:
             if chunk.completes:
                 touched.append(sequence)
             try:
-                self._take_rows(chunk, rows, logits, first, row)
+                self._outcome.take(chunk, rows, logits, first)
             except Exception as problem:  # of this sequence, not of its neighbours
                 sequence.finish(FinishReason.ERROR, error=f"{type(problem).__name__}: {problem}")
             if sequence.finish_reason is FinishReason.ERROR:
@@ -334,40 +344,11 @@ class Scheduler:
                     touched.append(sequence)
             elif self.prefixes is not None:
                 self.prefixes.store(sequence, chunk.start)
+            if chunk.tree is not None and sequence.table is not None:
+                self.kv_cache.release(sequence.table.cut(self.kv_cache.blocks_for(sequence.num_computed)))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
         return touched
-
-    def _take_rows(
-        self,
-        chunk: Chunk,
-        rows: NDArray[np.float32] | None,
-        logits: NDArray[np.float32] | None,
-        first: int,
-        stop: int,
-    ) -> None:
-        """What came out for one chunk, in rows ``first`` to ``stop``."""
-        sequence, request = chunk.sequence, chunk.sequence.request
-        if request.pool is not None and stop > first:
-            assert rows is not None, "the step had an embedding"
-            request.pool.add(rows[first:stop])
-            if chunk.completes:
-                finite = request.pool.result is not None and bool(np.isfinite(request.pool.result).all())
-                sequence.finish(*((FinishReason.STOP,) if finite else (FinishReason.ERROR, None, NOT_FINITE)))
-        elif request.pool is None and stop > first:
-            assert logits is not None, "somebody needs them"
-            if sequence.scored is not None:
-                self._sampler.score_prompt(sequence, chunk.stop - chunk.num_logits, logits[first:stop])
-            if chunk.completes:
-                (sampled,) = self._sampler.sample(logits, [stop - 1], [sequence])
-                if sampled.error is not None:
-                    sequence.finish(FinishReason.ERROR, error=sampled.error)
-                elif request.max_tokens == 0:
-                    sequence.finish(FinishReason.LENGTH)
-                elif sampled.ends:
-                    sequence.end()
-                else:
-                    sequence.append(sampled.token, sampled.logprob)
 
     def _fail(self, chunks: list[Chunk], problem: Exception) -> list[Sequence]:
         """What the step has written is not known, so nothing of it can be found again."""

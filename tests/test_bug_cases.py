@@ -43,11 +43,14 @@ CASES = {
     "BAT-11": "requests with and without logprobs share a batch",
     "BAT-12": "two lists of prompts at once do not meet",
     "BAT-13": "a seed gives the same tokens next to any neighbour",
+    "KV-01": "prefix cache and drafts together change nothing",
     "KV-02": "what nobody has written in a block, NaN at worst, changes nothing",
     "KV-03": "preempted and computed again is bit-equal",
+    "KV-06": "drafts take no block that somebody needs",
     "KV-07": "a step writes to blocks of its own requests only",
     "KV-09": "a request that outgrows the pool alone ends by length, and the next one runs",
     "KV-10": "equal prompts of one step share nothing that is not computed yet",
+    "KV-11": "no draft is written past the blocks of a sequence",
     "KV-15": "the same prompt through the cache gives the same text every time",
     "KV-18": "tokens found in the cache are counted once",
     "KV-20": "no block is handed out twice",
@@ -87,6 +90,9 @@ CASES = {
     "SEC-18": "more sequences than a request may have are refused",
     "SEC-19": "equal hashes do not make two prompts share what was computed",
     "SEC-20": "web pages do not reach the server",
+    "SPC-06": "the first draft is verified",
+    "SPC-07": "limits and log-probabilities are exact where drafts are accepted",
+    "SPC-09": "drafts change nothing, on quantized weights either",
     "STP-01": "text held back for a stop string comes at the end",
     "STP-04": "two tokens of the same text are both reported",
     "STP-07": "nothing is doubled in a stream with stop strings",
@@ -107,7 +113,7 @@ CASES = {
     "TOK-15": "a list of end tokens, and no padding token",
 }
 
-ID = re.compile(r"(?<![a-z])(api|art|bat|kv|lif|mth|sec|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
+ID = re.compile(r"(?<![a-z])(api|art|bat|kv|lif|mth|sec|spc|stp|tok)[-_](\d\d)(?!\d)", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,14 @@ nb::ndarray<nb::numpy> slot_array(KvMemory& memory, std::int64_t index, bool key
   return {keys ? slot.keys : slot.values, 2, shape, owner, nullptr, dtype};
 }
 
+void move_positions(KvMemory& kv, const Array<std::int32_t, 1>& blocks, const Array<std::int32_t, 1>& sources,
+                    const Array<std::int32_t, 1>& targets) {
+  require(sources.shape(0) == targets.shape(0), "as many sources as targets are needed");
+  const nb::gil_scoped_release unlocked;
+  kv.move_positions(blocks.data(), static_cast<std::int64_t>(blocks.shape(0)), sources.data(), targets.data(),
+                    static_cast<std::int64_t>(sources.shape(0)));
+}
+
 // Keeps the buffers of the weights alive.
 struct PyExecutor {
   std::vector<Array<std::uint8_t, 1>> weights;
@@ -240,6 +248,13 @@ void bind_executor(nb::module_& m) {
                       std::int64_t value) { return to_array(nb::cast<PyExecutor&>(self).executor->view(value), self); })
       .def("copy_block", [](PyExecutor& self, std::int64_t source,
                             std::int64_t target) { self.executor->kv().copy_block(source, target); })
+      .def(
+          "move_positions",
+          [](PyExecutor& self, const Array<std::int32_t, 1>& blocks, const Array<std::int32_t, 1>& sources,
+             const Array<std::int32_t, 1>& targets) {
+            move_positions(self.executor->kv(), blocks, sources, targets);
+          },
+          nb::arg("blocks"), nb::arg("sources"), nb::arg("targets"))
       .def("poison_block", [](PyExecutor& self, std::int64_t block) { self.executor->kv().poison_block(block); })
       .def("keys",
            [](nb::handle_t<PyExecutor> self, std::int64_t slot) {
@@ -304,6 +319,7 @@ NB_MODULE(_kernels, m) {
       .def("values", [](nb::handle_t<KvMemory> self,
                         std::int64_t slot) { return slot_array(nb::cast<KvMemory&>(self), slot, false, self); })
       .def("copy_block", &KvMemory::copy_block, nb::arg("source"), nb::arg("target"))
+      .def("move_positions", &move_positions, nb::arg("blocks"), nb::arg("sources"), nb::arg("targets"))
       .def("poison_block", &KvMemory::poison_block, nb::arg("block"));
   m.def("run_op", &run_op, nb::arg("op"), nb::arg("inputs"), nb::arg("outputs"), nb::arg("attributes"), nb::arg("isa"),
         nb::arg("threads"), nb::arg("batch").none(), nb::arg("kv").none());

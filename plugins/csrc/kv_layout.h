@@ -1,6 +1,8 @@
 // Where the codes and the scales of keys and values stand in a page: 16 positions of one kv head.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace llmc {
 
@@ -58,6 +60,34 @@ constexpr PageLayout value_layout(KvType type, std::int64_t dims) {
       return {kPagePositions * kv_bytes_of_nibbles(dims), kv_groups(dims) * 2 * kPagePositions * 2};
   }
   return {0, 0};
+}
+
+// Copies numbers of `bytes` each, which may stand apart (strides in bytes).
+static inline void copy_strided(const void* from, std::int64_t from_stride, void* to, std::int64_t to_stride,
+                                std::int64_t count, std::int64_t bytes) {
+  const auto* source = static_cast<const std::byte*>(from);
+  auto* target = static_cast<std::byte*>(to);
+  for (std::int64_t i = 0; i < count; ++i, source += from_stride, target += to_stride) {
+    std::memcpy(target, source, static_cast<std::size_t>(bytes));
+  }
+}
+
+// Copies what pages of keys, or of values, hold of a position to another one; scales included. (static: each
+// instruction set has its own.)
+static inline void copy_position(KvType type, bool keys, const PageLayout& layout, const std::byte* from_page,
+                                 std::int64_t from, std::byte* to_page, std::int64_t to) {
+  constexpr std::int64_t p = kPagePositions;
+  if (keys) {
+    const std::int64_t bytes = type == KvType::f32 || type == KvType::bf16 ? 4 : type == KvType::f16 ? 2 : 1;
+    const std::int64_t count = layout.codes / (p * bytes);
+    copy_strided(from_page + from * bytes, p * bytes, to_page + to * bytes, p * bytes, count, bytes);
+  } else {
+    const std::int64_t bytes = layout.codes / p;
+    std::memcpy(to_page + to * bytes, from_page + from * bytes, static_cast<std::size_t>(bytes));
+  }
+  const std::int64_t size = type == KvType::i4 ? 2 : 4;
+  copy_strided(from_page + layout.codes + from * size, p * size, to_page + layout.codes + to * size, p * size,
+               layout.scales / (p * size), size);
 }
 
 }  // namespace llmc

@@ -154,6 +154,34 @@ void KvMemory::copy_block(std::int64_t source, std::int64_t target) {
   }
 }
 
+void KvMemory::move_positions(const std::int32_t* blocks, std::int64_t count, const std::int32_t* sources,
+                              const std::int32_t* targets, std::int64_t moves) {
+  for (std::int64_t i = 0; i < count; ++i) check_block(blocks[i]);
+  for (std::int64_t i = 0; i < moves; ++i) {
+    for (const std::int32_t position : {sources[i], targets[i]}) {
+      require(position >= 0 && position / cache_.block_size < count, "a position is in none of the blocks");
+    }
+  }
+  const std::int64_t pages = cache_.block_size / kPagePositions;
+  for (const KvSlot& slot : cache_.slots) {
+    const PageLayout key_page = key_layout(slot.type, slot.key_dim), value_page = value_layout(slot.type, slot.value_dim);
+    const auto page_of = [&](std::int64_t position, std::int64_t head) {
+      const std::int64_t block = blocks[position / cache_.block_size];
+      return (block * slot.kv_heads + head) * pages + position % cache_.block_size / kPagePositions;
+    };
+    for (std::int64_t i = 0; i < moves; ++i) {
+      const std::int64_t from = sources[i] % kPagePositions, to = targets[i] % kPagePositions;
+      for (std::int64_t head = 0; head < slot.kv_heads; ++head) {
+        const std::int64_t source = page_of(sources[i], head), target = page_of(targets[i], head);
+        copy_position(slot.type, true, key_page, slot.keys + source * key_page.bytes(), from,
+                      slot.keys + target * key_page.bytes(), to);
+        copy_position(slot.type, false, value_page, slot.values + source * value_page.bytes(), from,
+                      slot.values + target * value_page.bytes(), to);
+      }
+    }
+  }
+}
+
 void KvMemory::poison_block(std::int64_t block) {
   check_block(block);
   for (const KvSlot& slot : cache_.slots) {  // all bits set is a NaN of each of the types, or of its scales

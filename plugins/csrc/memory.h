@@ -63,6 +63,9 @@ class KvMemory {
   std::size_t key_bytes(const KvSlot& slot) const;
   std::size_t value_bytes(const KvSlot& slot) const;
   void copy_block(std::int64_t source, std::int64_t target);
+  // Copies positions of a sequence, which has these blocks, to others, one after the other: sources[i] to targets[i].
+  void move_positions(const std::int32_t* blocks, std::int64_t count, const std::int32_t* sources,
+                      const std::int32_t* targets, std::int64_t moves);
   // Fills a block with NaN: who reads a position that was not written shows.
   void poison_block(std::int64_t block);
 

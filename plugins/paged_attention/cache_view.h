@@ -172,27 +172,6 @@ LLMC_INLINE void apply(const Shift& shift, float* x, std::int64_t n) {
   }
 }
 
-// Rows of a page of keys that hold a number of each position, and bytes of it.
-template <class T>
-struct KeyRows {
-  std::int64_t count, bytes;
-  explicit KeyRows(std::int64_t dims)
-      : count(std::is_same_v<T, bf16> ? (dims + 1) / 2
-              : std::is_same_v<T, i4> ? (dims + 1) / 2 + (dims + 7) / 8
-                                      : dims),
-        bytes(std::is_same_v<T, bf16> ? 4 : sizeof(T)) {}
-};
-
-// Copies numbers of `bytes` each, which may stand apart (strides in bytes).
-LLMC_INLINE void copy_strided(const void* from, std::int64_t from_stride, void* to, std::int64_t to_stride,
-                              std::int64_t count, std::int64_t bytes) {
-  const auto* source = static_cast<const std::byte*>(from);
-  auto* target = static_cast<std::byte*>(to);
-  for (std::int64_t i = 0; i < count; ++i, source += from_stride, target += to_stride) {
-    std::memcpy(target, source, static_cast<std::size_t>(bytes));
-  }
-}
-
 // Puts a key, converted, into lane `lane` of a page.
 template <class T>
 LLMC_INLINE void put_key(const T* key, std::int64_t dims, T* page, int lane) {
@@ -200,30 +179,6 @@ LLMC_INLINE void put_key(const T* key, std::int64_t dims, T* page, int lane) {
     copy_strided(key, 4, page + lane * 2, kLanes * 4, (dims + 1) / 2, 4);
   } else {
     for (std::int64_t d = 0; d < dims; ++d) page[d * kLanes + lane] = key[d];
-  }
-}
-
-// Copies key and value of a position to another one; scales included.
-template <class T>
-void copy_position(const CacheView<T>& cache, const T* keys, const T* values, int from, T* to_keys, T* to_values,
-                   int to) {
-  const auto place = [](auto* page, std::int64_t bytes) {
-    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(page)>>, const std::byte, std::byte>;
-    return reinterpret_cast<Byte*>(page) + bytes;
-  };
-  const KeyRows<T> rows(cache.key_dim);
-  copy_strided(place(keys, from * rows.bytes), kLanes * rows.bytes, place(to_keys, to * rows.bytes),
-               kLanes * rows.bytes, rows.count, rows.bytes);
-  const std::int64_t value = cache.value_page.codes / kLanes;
-  std::memcpy(place(to_values, to * value), place(values, from * value), static_cast<std::size_t>(value));
-  if constexpr (kQuantized<T>) {
-    const std::int64_t size = kScaled<T> ? sizeof(float) : sizeof(f16);
-    const auto copy_scales = [&](const T* page, T* to_page, const PageLayout& layout) {
-      copy_strided(place(page, layout.codes + from * size), kLanes * size, place(to_page, layout.codes + to * size),
-                   kLanes * size, layout.scales / (kLanes * size), size);
-    };
-    copy_scales(keys, to_keys, cache.key_page);
-    copy_scales(values, to_values, cache.value_page);
   }
 }
 

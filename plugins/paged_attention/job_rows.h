@@ -247,10 +247,13 @@ class JobRows {
   }
 
   void copy_to_branch(std::int64_t from, std::int64_t to) {
-    const std::int64_t page = from / kLanes;
-    copy_position(cache_, cache_.key_page_of(sequence_, kv_head_, page),
-                  cache_.value_page_of(sequence_, kv_head_, page), static_cast<int>(from % kLanes),
-                  branch_keys(to / kLanes), branch_values(to / kLanes), static_cast<int>(to % kLanes));
+    const auto copy = [&](bool keys, const PageLayout& layout, const T* page, T* to_page) {
+      copy_position(kKvType<T>, keys, layout, reinterpret_cast<const std::byte*>(page), from % kLanes,
+                    reinterpret_cast<std::byte*>(to_page), to % kLanes);
+    };
+    const std::int64_t page = from / kLanes, to_page = to / kLanes;
+    copy(true, cache_.key_page, cache_.key_page_of(sequence_, kv_head_, page), branch_keys(to_page));
+    copy(false, cache_.value_page, cache_.value_page_of(sequence_, kv_head_, page), branch_values(to_page));
   }
 
  protected:

@@ -149,6 +149,10 @@ class CpuExecutor:
         """Copy a block of the KV cache, in all slots."""
         self._native.copy_block(source, target)
 
+    def move_positions(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy what the cache holds of positions of a sequence with these blocks, one after the other, in all slots."""
+        self._native.move_positions(blocks, sources, targets)
+
     def poison_blocks(self, blocks: Iterable[int]) -> None:
         """Fill blocks of the KV cache with NaN."""
         for block in blocks:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.errors import UsageError
-from llmc.runtime.cli import RESOURCES, load, options
+from llmc.runtime.cli import RESOURCES, SPECULATION, load, options
 from llmc.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @settings_options
 @options(RESOURCES)
+@options(SPECULATION)
 @click.option("--parse-special-in-messages", is_flag=True, help="Control tokens in messages are parsed, not text.")
 def serve(
     engine: Path | None,

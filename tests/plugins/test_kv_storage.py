@@ -136,3 +136,29 @@ def test_keys_and_values_that_are_not_finite_show(dtype: str, isa: str, name: st
     if dtype in QUANTIZED or isa != "amx":
         np.testing.assert_array_equal(found[:20], clean[:20])
         np.testing.assert_array_equal(found[20:, :2], clean[20:, :2])
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("shape", [Shape(2, 1, 7, 5), Shape(4, 2, 70, 33)], ids=str)
+def test_positions_that_move_keep_their_bits(dtype: str, shape: Shape) -> None:
+    """Scales included, across pages and blocks, and nothing else changes."""
+    rng = np.random.default_rng(2)
+    rows = sequence(rng, shape, 41)
+    moves = [(17, 14), (18, 15), (33, 16), (40, 17)]
+    order = list(range(41))
+    for source, target in moves:
+        order[target] = source
+    moved = Rows(rows.q, rows.k[order], rows.v[order])
+    expected, found = (Cache(shape, dtype, [41], block=32) for _ in range(2))
+    expected.step([(0, moved, 0, 41)])
+    found.step([(0, rows, 0, 41)])
+    sources, targets = np.array(moves, np.int32).T.copy()
+    found.kv.move_positions(found.tables[0], sources, targets)
+    for name in ("keys", "values"):
+        assert np.array_equal(
+            getattr(found.kv, name)(0).view(np.uint8), getattr(expected.kv, name)(0).view(np.uint8)
+        ), name
+    with pytest.raises(KernelError, match="in none of the blocks"):
+        found.kv.move_positions(found.tables[0], targets, np.array([0, 1, 2, 64], np.int32))
+    with pytest.raises(KernelError, match="not one of the cache's"):
+        found.kv.move_positions(np.array([99, 0], np.int32), sources, targets)

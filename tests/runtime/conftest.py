@@ -16,6 +16,7 @@ from llmc.runtime.batch import Batch
 from llmc.runtime.kv_cache import KvCache
 from llmc.runtime.llm import LLM
 from llmc.runtime.scheduler import SchedulerConfig
+from llmc.runtime.speculative.speculator import Speculator
 from llmc.runtime.tokenizer import Tokenizer
 from llmc.runtime.vocabulary import BYTE_OF
 
@@ -32,6 +33,7 @@ class PagedExecutor:
         self.kv = np.full((config.num_blocks, config.block_size), -1, np.int64)
         self.batches: list[Batch] = []
         self.fail_at: int | None = None
+        self.moved = 0
 
     def step(self, batch: Batch) -> Logits:
         self.batches.append(batch)
@@ -45,17 +47,28 @@ class PagedExecutor:
         for s, computed in enumerate(batch.num_computed.tolist()):
             begin, end = batch.cu_seqlens[s : s + 2].tolist()
             slots = self._slots(batch.block_tables[s], computed + end - begin)
-            assert (batch.position_ids[begin:end] == np.arange(computed, computed + end - begin)).all()
+            seen = np.tri(end - begin, dtype=bool)
+            if batch.tree_mask is not None:
+                bits = np.unpackbits(batch.tree_mask[begin:end].view(np.uint8), axis=1, bitorder="little")
+                seen = bits[:, : end - begin].astype(bool)
+            assert (batch.position_ids[begin:end] == computed + seen.sum(1) - 1).all()
             self.kv[slots[0][computed:], slots[1][computed:]] = batch.input_ids[begin:end]
-            history = self.kv[slots].tolist()
+            history = self.kv[slots]
             for row in range(begin, end):
                 if row in wanted:
-                    rows[row] = self.model(tuple(history[: computed + row - begin + 1]))
+                    past = [*history[:computed].tolist(), *history[computed:][seen[row - begin]].tolist()]
+                    rows[row] = self.model(tuple(past))
         return np.array([rows[row] for row in batch.logit_rows.tolist()], np.float32).reshape(len(rows), VOCAB)
 
     def embed(self, batch: Batch, *, logits: bool) -> tuple[Logits, Logits | None]:
         rows = self.step(batch)
         return rows.copy(), rows if logits else None
+
+    def move_positions(self, blocks: Any, sources: Any, targets: Any) -> None:
+        size = self.config.block_size
+        for source, target in zip(sources, targets, strict=True):
+            self.moved += 1
+            self.kv[blocks[target // size], target % size] = self.kv[blocks[source // size], source % size]
 
     def poisons(self, cache: KvCache) -> None:
         """What the cache gives up is overwritten."""
@@ -207,15 +220,17 @@ class Kit:
     ):
         """An LLM around the fake executor; ``values`` go to the scheduler, but for those that are from_parts' own."""
         tokenizer = values.pop("tokenizer", None) or cls.tokenizer(spec)
-        default = values.pop("default_max_tokens", None)
+        default, proposer = values.pop("default_max_tokens", None), values.pop("proposer", None)
         sizes = config(**values)
+        executor = PagedExecutor(model, sizes)
         return LLM.from_parts(
-            PagedExecutor(model, sizes),
+            executor,
             sizes,
             vocab_size=VOCAB,
             tokenizer=tokenizer,
             eos_token_ids=eos,
             default_max_tokens=default,
+            speculator=None if proposer is None else Speculator(proposer, executor, vocab_size=VOCAB),
         )
 
     @classmethod

@@ -1,0 +1,150 @@
+"""What proposers give and get: trees of draft tokens, and what is known of the sequences that they continue."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
+    from llmc.runtime.request import Sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Draft tokens of one sequence. Node i hangs below node ``parents[i]`` < i; -1: below the sequence's last token.
+
+    ``probabilities``: of drafts that were drawn at random, the distribution [vocabulary] that each was drawn from.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    probabilities: tuple[NDArray[np.float32], ...] | None = None
+
+    @staticmethod
+    def chain(tokens: list[int] | tuple[int, ...]) -> Tree:
+        """One path."""
+        return Tree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node; 1: below the sequence's last token."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """The nodes below each node that has any, in order; those of -1 are below the sequence's last token."""
+        below: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            below.setdefault(parent, []).append(node)
+        return below
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node hangs below the one before."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def find(self, parent: int, token: int) -> int | None:
+        """The node of that token below a node."""
+        return next((node for node in self.children.get(parent, ()) if self.tokens[node] == token), None)
+
+    def keep(self, kept: list[bool]) -> Tree:
+        """The nodes that are to be kept and whose ancestors are, too."""
+        place: dict[int, int] = {-1: -1}
+        nodes: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if kept[node] and parent in place:
+                place[node] = len(nodes)
+                nodes.append(node)
+        if len(nodes) == len(self):
+            return self
+        return Tree(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(place[self.parents[node]] for node in nodes),
+            None if self.probabilities is None else tuple(self.probabilities[node] for node in nodes),
+        )
+
+    def cut(self, nodes: int, depth: int, vocab_size: int) -> Tree:
+        """Its first nodes, none deeper than ``depth``, none a token that the model does not have."""
+        return self.keep(
+            [
+                node < nodes and level <= depth and 0 <= token < vocab_size
+                for node, (token, level) in enumerate(zip(self.tokens, self.depths, strict=True))
+            ]
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError, for a bug of a proposer, if it is no tree, or a token is twice below a node."""
+        assert len(self.tokens) == len(self.parents), "a tree has as many parents as tokens"
+        assert all(-1 <= parent < node for node, parent in enumerate(self.parents)), "a parent comes before its nodes"
+        places = set(zip(self.parents, self.tokens, strict=True))
+        assert len(places) == len(self.tokens), "a node has two children of the same token"
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """What a proposer gets to know of one sequence, whose tokens it only reads.
+
+    ``nodes``, ``depth``: of the tree, at most; both are at least 1. ``hidden`` [m, hidden size], m >= 1, for a proposer
+    that wants it: what went into the head for the rows that the last step took, in order of position; the logits of
+    the last one gave the last token of ``sequence.tokens``.
+    """
+
+    sequence: Sequence
+    nodes: int
+    depth: int
+    hidden: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a proposer may build on. ``engine`` is the one whose tokens are proposed."""
+
+    engine: Engine
+    threads: int
+    isa: str | None
+    max_sequences: int
+    num_blocks: int
+    """Of the engine's KV cache."""
+
+
+class Proposer(ABC):
+    """Guesses how sequences go on. A file of this folder that holds a subclass is found by its ``name``.
+
+    Attributes:
+        name: for ``--spec``, before a "=".
+        wants_hidden: queries have ``hidden``.
+        default_nodes: of a tree at most, unless ``--spec-tokens`` says otherwise.
+    """
+
+    name: ClassVar[str]
+    wants_hidden: ClassVar[bool] = False
+    default_nodes: ClassVar[int] = 8
+
+    @classmethod
+    @abstractmethod
+    def open(cls, argument: str, setting: Setting) -> Self:
+        """Make one; ``argument`` is what follows the "=" of ``--spec``.
+
+        Raises:
+            UsageError, EngineError: it does not suit the engine, or makes no sense.
+        """
+
+    @abstractmethod
+    def propose(self, queries: list[Query]) -> list[Tree]:
+        """One tree for each, maybe empty. Called at most once a step."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended, or has been preempted: drop what is kept for it, if anything is."""
+        return

@@ -1,0 +1,46 @@
+"""How many drafts were right, counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Acceptance:
+    """Of one proposer. ``steps``: verifications of a sequence's drafts; each gives one token more than it accepts.
+
+    ``by_depth``: for depth 1, 2, ...: [steps whose tree went so deep, steps that accepted so much].
+    """
+
+    proposer: str
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_depth: list[list[int]] = field(default_factory=list)
+
+    def add(self, drafted: int, deepest: int, accepted: int) -> None:
+        """One verification of a tree with so many nodes, and how many were accepted."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.by_depth += [[0, 0] for _ in range(deepest - len(self.by_depth))]
+        for depth in range(deepest):
+            self.by_depth[depth][0] += 1
+            self.by_depth[depth][1] += depth < accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a verification gives."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For people and programs; ``by_position``: share of the steps that went so deep and accepted so much."""
+        return {
+            "proposer": self.proposer,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "by_position": [round(accepted / tried, 4) for tried, accepted in self.by_depth],
+        }

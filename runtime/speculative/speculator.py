@@ -1,0 +1,137 @@
+"""Adds drafts to the steps of the scheduler, and keeps what of them was right."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.runtime.batch import DraftExecutor
+from llmc.runtime.constraints.base import ConstraintError
+from llmc.runtime.request import Sequence
+from llmc.runtime.speculative.base import Proposer, Query, Tree
+from llmc.runtime.speculative.metrics import Acceptance
+
+if TYPE_CHECKING:
+    from llmc.runtime.chunk import Budget, Chunk
+    from llmc.runtime.constraints.base import TokenConstraint
+    from llmc.runtime.kv_cache import KvCache
+
+
+class Speculator:
+    """Between the scheduler and a proposer.
+
+    Drafts only take what a step has left: tokens, rows of logits, and blocks that nobody else needs. They go to
+    sequences that decode, and to no other: the last token of a prompt is decoded without.
+
+    Args:
+        executor: the one that runs the steps.
+        vocab_size: of its model.
+        nodes: of a tree at most; default: the proposer's.
+    """
+
+    def __init__(
+        self, proposer: Proposer, executor: DraftExecutor, *, vocab_size: int, nodes: int | None = None
+    ) -> None:
+        self.acceptance = Acceptance(proposer.name)
+        self._proposer, self._executor, self._vocab_size = proposer, executor, vocab_size
+        self._nodes = proposer.default_nodes if nodes is None else nodes
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether the rows before the head are to be computed."""
+        return self._proposer.wants_hidden
+
+    def draft(self, chunks: list[Chunk], budget: Budget, cache: KvCache) -> list[Chunk]:
+        """The chunks of a step, some with a tree. ``budget``: that of a whole step."""
+        for chunk in chunks:
+            budget.take(chunk)
+        queries: dict[int, Query] = {}
+        for index, chunk in enumerate(chunks):
+            depth = _depth(chunk)
+            nodes = min(self._nodes, budget.tokens // (len(chunks) - index), budget.rows // (len(chunks) - index))
+            if depth > 0 and nodes > 0:
+                queries[index] = Query(chunk.sequence, nodes, depth, chunk.sequence.hidden)
+        if not queries:
+            return chunks
+        trees = self._proposer.propose(list(queries.values()))
+        chunks = list(chunks)
+        for (index, query), tree in zip(queries.items(), trees, strict=True):
+            tree.check()
+            tree = tree.cut(_room(query, budget, cache), query.depth, self._vocab_size)
+            if query.sequence.constraint is not None:
+                tree = _allowed(tree, query.sequence.constraint)
+            if len(tree):
+                chunks[index] = dataclasses.replace(chunks[index], tree=tree)
+                budget.tokens -= len(tree)
+                budget.rows -= len(tree)
+                _extend(query.sequence, chunks[index].stop + len(tree), cache)
+        return chunks
+
+    def take(self, chunk: Chunk, path: list[int], rows: NDArray[np.float32] | None) -> None:
+        """Keep these nodes of a chunk's tree: those before the token that came last. ``rows``: before the head."""
+        sequence = chunk.sequence
+        if chunk.tree is not None:
+            self.acceptance.add(len(chunk.tree), max(chunk.tree.depths), len(path))
+            moves = [(chunk.stop + node, chunk.stop + place) for place, node in enumerate(path) if node != place]
+            if moves:
+                assert sequence.table is not None, "a sequence that runs has blocks"
+                sources, targets = np.array(moves, np.int32).T.copy()
+                self._executor.move_positions(sequence.table.row, sources, targets)
+            sequence.num_computed += len(path)
+        if rows is not None and self.wants_hidden:
+            last = len(rows) - 1 - chunk.num_drafts
+            sequence.hidden = rows[[last, *(last + 1 + node for node in path)]]
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended, or has been preempted."""
+        sequence.hidden = None
+        self._proposer.forget(sequence)
+
+
+def _depth(chunk: Chunk) -> int:
+    """Drafts that the sequence can take at most, of which each and one more is a token of the model; 0: none."""
+    sequence, request = chunk.sequence, chunk.sequence.request
+    if request.pool is not None or not chunk.completes or chunk.stop - chunk.start > 1 or sequence.scored is not None:
+        return 0
+    return request.max_tokens - sequence.num_generated - 1
+
+
+def _room(query: Query, budget: Budget, cache: KvCache) -> int:
+    """Nodes for which there is room."""
+    sequence = query.sequence
+    assert sequence.table is not None, "a sequence that runs has blocks"
+    blocks = len(sequence.table.blocks) + cache.num_available
+    return min(query.nodes, budget.tokens, budget.rows, blocks * cache.block_size - len(sequence.tokens))
+
+
+def _extend(sequence: Sequence, positions: int, cache: KvCache) -> None:
+    assert sequence.table is not None, "a sequence that runs has blocks"
+    missing = cache.blocks_for(positions) - len(sequence.table.blocks)
+    if missing > 0:
+        sequence.table.extend(cache.allocate(missing))
+
+
+def _allowed(tree: Tree, constraint: TokenConstraint) -> Tree:
+    """The tree without what the constraint of its sequence rules out."""
+    kept = [False] * len(tree)
+
+    def walk(parent: int, state: TokenConstraint) -> None:
+        mask = state.mask()
+        for node in tree.children.get(parent, ()):
+            token = tree.tokens[node]
+            if mask is None or (token < 32 * len(mask) and mask[token // 32] >> (token % 32) & 1):
+                kept[node] = True
+                if node in tree.children:
+                    below = state.clone()
+                    below.accept(token)
+                    if not below.is_finished:
+                        walk(node, below)
+
+    try:
+        walk(-1, constraint.clone())
+    except ConstraintError:
+        return Tree()  # which the sampler meets, too, and reports
+    return tree.keep(kept)
