@@ -251,9 +251,7 @@ void bind_executor(nb::module_& m) {
       .def(
           "move_positions",
           [](PyExecutor& self, const Array<std::int32_t, 1>& blocks, const Array<std::int32_t, 1>& sources,
-             const Array<std::int32_t, 1>& targets) {
-            move_positions(self.executor->kv(), blocks, sources, targets);
-          },
+             const Array<std::int32_t, 1>& targets) { move_positions(self.executor->kv(), blocks, sources, targets); },
           nb::arg("blocks"), nb::arg("sources"), nb::arg("targets"))
       .def("poison_block", [](PyExecutor& self, std::int64_t block) { self.executor->kv().poison_block(block); })
       .def("keys",

@@ -164,7 +164,8 @@ void KvMemory::move_positions(const std::int32_t* blocks, std::int64_t count, co
   }
   const std::int64_t pages = cache_.block_size / kPagePositions;
   for (const KvSlot& slot : cache_.slots) {
-    const PageLayout key_page = key_layout(slot.type, slot.key_dim), value_page = value_layout(slot.type, slot.value_dim);
+    const PageLayout key_page = key_layout(slot.type, slot.key_dim),
+                     value_page = value_layout(slot.type, slot.value_dim);
     const auto page_of = [&](std::int64_t position, std::int64_t head) {
       const std::int64_t block = blocks[position / cache_.block_size];
       return (block * slot.kv_heads + head) * pages + position % cache_.block_size / kPagePositions;
