@@ -96,7 +96,7 @@ def test_conversation(run: Any) -> None:
 def test_options_reach_the_engine(run: Any) -> None:
     run("-p", "hello")
     assert run.seen[-1]["prefix_cache"] is True
-    options = ("--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--no-prefix-cache")
+    options = ("--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--no-prefix-cache", "--spec", "ngram")
     run("-p", "hello", *options, "--parse-special-in-messages")
     assert run.seen[-1] == {
         "threads": 2,
@@ -106,6 +106,8 @@ def test_options_reach_the_engine(run: Any) -> None:
         "max_batch_tokens": None,
         "isa": None,
         "prefix_cache": False,
+        "spec": "ngram",
+        "spec_tokens": None,
         "parse_special_in_messages": True,
     }
 
