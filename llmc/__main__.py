@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": ("llmc.runtime.cli:verify", "Check an engine's files, and replay the golden prompts recorded at build."),
     "inspect": ("llmc.compiler.cli:inspect", "Show what is in a model directory or an engine: sizes, memory, plan."),
     "diff": ("llmc.compiler.diff:diff", "Compare an engine with its model or another engine, layer by layer."),
+    "medusa train": ("llmc.compiler.medusa.cli:train", "Train heads for speculative decoding on what a model writes."),
     "passes": ("llmc.compiler.cli:passes", "List the graph passes in the order in which they run."),
     "ops": ("llmc.compiler.cli:ops", "List the ops, their inputs and attributes, and the kernels of this build."),
     "targets": ("llmc.compiler.cli:targets", "List the targets that an engine can be built for."),

@@ -42,8 +42,14 @@ def next_tokens(chains: Sequence[Sequence[int]], size: int) -> dict[int, int]:
 
 
 def write_script_model(
-    folder: Path, chains: Sequence[Sequence[int]], spec: dict[str, Any], template: str, add_bos: bool, **config: Any
+    folder: Path,
+    chains: Sequence[Sequence[int]],
+    spec: dict[str, Any] | None = None,
+    template: str = "",
+    add_bos: bool = False,
+    **config: Any,
 ) -> Path:
+    """``spec``: of the tokenizer; None: there is none."""
     arrays = llama_arrays(**T0)
     rows = np.random.default_rng(0).normal(size=(T0["vocab_size"], T0["hidden_size"])).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
@@ -57,6 +63,8 @@ def write_script_model(
         elif array.ndim == 1:
             array[:] = 1
     write_model(folder, arrays, **T0, **config)
+    if spec is None:
+        return folder
     if add_bos:
         post = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
         tokens = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}

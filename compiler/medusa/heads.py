@@ -1,0 +1,192 @@
+"""Medusa heads as files: the layout of Hugging Face checkpoints, read with strict checks, and written.
+
+    config.json                      medusa_num_heads, medusa_num_layers
+    medusa_lm_head.safetensors       i.l.linear.weight [H, H], i.l.linear.bias [H]: head i, residual block l
+                                     i.L.weight [V, H]: its own output layer; heads without one share the model's
+
+A head is x + silu(W x + b) for each of its L blocks, and then the output layer. Head i predicts the token that comes
+i + 1 tokens after the one that the model itself predicts from the same x.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from llmc.compiler import safetensors_writer
+from llmc.compiler.engine_writer import ArrayTensor, to_json
+from llmc.compiler.model_directory import ModelDirectory
+from llmc.compiler.safetensors_file import FileTensor, SafetensorsFile
+from llmc.compiler.staging import Staging
+from llmc.compiler.weights import WeightSource
+from llmc.errors import CheckpointError
+from llmc.runtime import strict
+
+CONFIG = "config.json"
+WEIGHTS = ("medusa_lm_head.safetensors", "medusa_head.safetensors")
+"""Names of the file; the first is the one that is written."""
+
+PICKLES = ("medusa_lm_head.pt", "medusa_head.pt", "pytorch_model.bin")
+MOST_HEADS, MOST_LAYERS = 16, 16
+_Key = tuple[int, int, bool, str]
+_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A residual block: weight [H, H], bias [H]."""
+
+    weight: WeightSource
+    bias: WeightSource
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The blocks of a head, and its own output layer [V, H]; None: that of the model."""
+
+    blocks: tuple[Block, ...]
+    output: WeightSource | None
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """All heads of a checkpoint, which all have as many blocks. ``files``: SHA-256 and size of what was read."""
+
+    path: Path
+    heads: tuple[Head, ...]
+    files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether they share the output layer of the model."""
+        return self.heads[0].output is None
+
+
+def read_heads(path: Path, hidden: int, vocabulary: int) -> Heads:
+    """Open a checkpoint of heads for a model with this hidden size and vocabulary. The numbers are read later.
+
+    Raises:
+        CheckpointError: files are missing or pickles, or tensors are missing, left over or of another size.
+    """
+    directory = ModelDirectory(path)
+    name = _file_name(directory)
+    count, layers = _sizes(directory)
+    tensors = _Tensors(SafetensorsFile(directory, name), str(path / name), f"{count} heads of {layers} blocks")
+    has_output = [(head, layers, False, "weight") in tensors.left for head in range(count)]
+    if any(has_output) and not all(has_output):
+        raise CheckpointError(f"{path / name}: head {has_output.index(False)} has no output layer, but others have one")
+    heads = []
+    for head in range(count):
+        blocks = tuple(
+            Block(
+                tensors.take((head, layer, True, "weight"), (hidden, hidden)),
+                tensors.take((head, layer, True, "bias"), (hidden,)),
+            )
+            for layer in range(layers)
+        )
+        output = tensors.take((head, layers, False, "weight"), (vocabulary, hidden)) if has_output[0] else None
+        heads.append(Head(blocks, output))
+    tensors.check_empty()
+    files = {n: {"sha256": directory.sha256(n), "size": directory.size(n)} for n in directory.used}
+    return Heads(path, tuple(heads), files)
+
+
+class _Tensors:
+    """The tensors of a file by (head, layer, whether of a block, weight or bias)."""
+
+    def __init__(self, file: SafetensorsFile, where: str, sizes: str) -> None:
+        self.left: dict[_Key, FileTensor] = {}
+        self._where, self._sizes = where, sizes
+        for name in file.header.tensors:
+            match = _NAME.fullmatch(name)
+            key = None if match is None else (int(match[1]), int(match[2]), match[3] is not None, match[4])
+            if key is None or key in self.left:
+                raise CheckpointError(
+                    f"{where}: tensor {name!r} is none of Medusa heads; expected names as 0.0.linear.weight"
+                )
+            self.left[key] = file.tensor(name)
+
+    def take(self, key: _Key, shape: tuple[int, ...]) -> FileTensor:
+        """One of them."""
+        tensor, label = self.left.pop(key, None), _label(key)
+        if tensor is None:
+            raise CheckpointError(f"{self._where}: {label} is missing; {CONFIG} names {self._sizes}")
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{self._where}: {label} has shape {list(tensor.shape)}, expected {list(shape)}; these heads are of a "
+                "model with another hidden size or vocabulary"
+            )
+        if tensor.dtype not in ("float32", "float16", "bfloat16"):
+            raise CheckpointError(f"{self._where}: {label} is {tensor.dtype}; expected float32, float16 or bfloat16")
+        return tensor
+
+    def check_empty(self) -> None:
+        """Refuse what nothing has taken."""
+        for key in self.left:
+            raise CheckpointError(f"{self._where}: {_label(key)} is left over; {CONFIG} names {self._sizes}")
+
+
+def _label(key: _Key) -> str:
+    head, layer, is_block, kind = key
+    return f"{head}.{layer}.{'linear.' if is_block else ''}{kind}"
+
+
+def _file_name(directory: ModelDirectory) -> str:
+    for name in WEIGHTS:
+        if directory.has(name):
+            return name
+    for name in PICKLES:
+        if directory.has(name):
+            raise CheckpointError(
+                f"{directory.path / name}: a pickle, which may run code when it is opened, and is not read. Convert it "
+                "where you trust it: safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
+                f'"{WEIGHTS[0]}")'
+            )
+    raise CheckpointError(f"{directory.path}: there is no {WEIGHTS[0]}; are these Medusa heads?")
+
+
+def write_heads(staging: Staging, blocks: Sequence[Sequence[tuple[Any, Any]]], base: str) -> None:
+    """Write heads that share the model's output layer, as bfloat16.
+
+    Args:
+        staging: where to.
+        blocks: of each head its (weight, bias) arrays.
+        base: what the model is called; no path.
+    """
+    tensors = []
+    for head, layers in enumerate(blocks):
+        for layer, (weight, bias) in enumerate(layers):
+            for kind, array in (("weight", weight), ("bias", bias)):
+                name = f"{head}.{layer}.linear.{kind}"
+                tensors.append(ArrayTensor(name, np.asarray(array, np.float32).astype(ml_dtypes.bfloat16)))
+    staging.write_stream(WEIGHTS[0], safetensors_writer.pieces(safetensors_writer.order(tensors)))
+    config = {
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": base,
+        "medusa_num_heads": len(blocks),
+        "medusa_num_layers": len(blocks[0]),
+        "model_type": "medusa",
+        "version": "2",
+    }
+    staging.write(CONFIG, to_json(config))
+
+
+def _sizes(directory: ModelDirectory) -> tuple[int, int]:
+    where = str(directory.path / CONFIG)
+    config = strict.parse_json(directory.read(CONFIG), where, CheckpointError)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{where}: expected an object")
+    sizes = []
+    for key, most in (("medusa_num_heads", MOST_HEADS), ("medusa_num_layers", MOST_LAYERS)):
+        value = config.get(key)
+        if type(value) is not int or not 1 <= value <= most:
+            raise CheckpointError(f"{where}: {key} is {json.dumps(value)}, expected a number from 1 to {most}")
+        sizes.append(value)
+    return sizes[0], sizes[1]
