@@ -18,6 +18,9 @@ zeros; c * scale + zero with float zeros; and the number of that E4M3 bit patter
 Sums are taken over blocks of columns with the same scales (packing.blocks) and added in ascending order:
 y += a * scale * (sum of products). A row of x that is not finite gives a row that is not finite.
 
+With a ``function`` (of llmc::glu) y [..., N / 2] is function(gate) * up: gate the first half of those outputs, up the
+second. runtime/fusing.py makes such steps when an engine is loaded.
+
 In a plan weight, scale and zero are packed (packing.py), x and y are 2-D with any row stride.
 """
 
@@ -29,5 +32,6 @@ OP = Op(
     attributes={"format": str, "group": int, "compute": str, "x_group": int},
     rtol=2e-5,
     atol=2e-5,
+    stored_attributes={"function": ""},
     plan_only=True,
 )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmc.errors import KernelError
+from llmc.plugins.glu.reference import reference as glu
 from llmc.plugins.op import Sample
 from llmc.plugins.quantized_linear import packing
 
@@ -27,38 +28,20 @@ def reference(
     group: int,
     compute: str,
     x_group: int,
+    function: str = "",
 ) -> Tensor:
     """The product as defined; what is rounded to a few bits is rounded from float32, sums are in x's precision."""
     check(format, group, compute, x_group, weight.shape[1])
     if x_scale is not None and (x_group or compute not in LARGEST):
         raise KernelError("x_scale is for the whole of an x that is rounded to int8 or fp8; x_group must be 0")
-    wide = x.dtype
-    if compute == "float32":
-        numbers = dequantize(weight, scale, zero, format=format, group=group).to(wide)
-        return torch.nn.functional.linear(x, numbers, None if bias is None else bias.to(wide))
-    pieces = packing.blocks(weight.shape[1], group, x_group)
-    values, factors = _rounded(x.float(), pieces, compute, x_scale)
-    offsets = zero is not None and zero.dtype != torch.uint8
-    scale = scale.float()
-    y = x.new_zeros(*x.shape[:-1], weight.shape[0])
-    for number, block in enumerate(pieces):
-        columns, g = slice(block.begin, block.end), block.group
-        codes = _centred(weight[:, columns], zero if zero is None or offsets else zero[:, g : g + 1], format)
-        dot = torch.nn.functional.linear(values[..., columns].to(wide), codes.to(wide))
-        a = factors[..., number : number + 1]
-        if not offsets:
-            y = _fused(a.to(wide) * scale[:, g].to(wide), dot, y)
-            continue
-        assert zero is not None
-        total = values[..., columns].to(wide).sum(-1, keepdim=True)
-        inner = _fused(scale[:, g].to(wide).expand_as(dot), dot, zero[:, g].to(wide) * total)
-        y = _fused(a.to(wide).expand_as(dot), inner, y)
-    return y if bias is None else y + bias.to(wide)
+    y = _product(x, weight, scale, zero, x_scale, format, group, compute, x_group)
+    y = y if bias is None else y + bias.to(x.dtype)
+    return y if not function else glu(*y.chunk(2, -1), function=function)
 
 
-def fake(x: Tensor, weight: Tensor, *_: Tensor | None, **__: object) -> Tensor:
+def fake(x: Tensor, weight: Tensor, *_: Tensor | None, **given: object) -> Tensor:
     """The shape of the result."""
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (2 if given.get("function") else 1))
 
 
 def check(format: str, group: int, compute: str, x_group: int, columns: int) -> None:
@@ -90,6 +73,42 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, *, format: st
     codes, scales, zeros = numpy
     assert codes is not None and scales is not None
     return torch.from_numpy(packing.dequantize(format, group, codes, scales, zeros))
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    x_scale: Tensor | None,
+    format: str,
+    group: int,
+    compute: str,
+    x_group: int,
+) -> Tensor:
+    """Without bias."""
+    wide = x.dtype
+    if compute == "float32":
+        numbers = dequantize(weight, scale, zero, format=format, group=group).to(wide)
+        return torch.nn.functional.linear(x, numbers)
+    pieces = packing.blocks(weight.shape[1], group, x_group)
+    values, factors = _rounded(x.float(), pieces, compute, x_scale)
+    offsets = zero is not None and zero.dtype != torch.uint8
+    scale = scale.float()
+    y = x.new_zeros(*x.shape[:-1], weight.shape[0])
+    for number, block in enumerate(pieces):
+        columns, g = slice(block.begin, block.end), block.group
+        codes = _centred(weight[:, columns], zero if zero is None or offsets else zero[:, g : g + 1], format)
+        dot = torch.nn.functional.linear(values[..., columns].to(wide), codes.to(wide))
+        a = factors[..., number : number + 1]
+        if not offsets:
+            y = _fused(a.to(wide) * scale[:, g].to(wide), dot, y)
+            continue
+        assert zero is not None
+        total = values[..., columns].to(wide).sum(-1, keepdim=True)
+        inner = _fused(scale[:, g].to(wide).expand_as(dot), dot, zero[:, g].to(wide) * total)
+        y = _fused(a.to(wide).expand_as(dot), inner, y)
+    return y
 
 
 def _rounded(x: Tensor, pieces: list[packing.Block], compute: str, x_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -175,3 +194,5 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
             x_group = x_group if x_group in (0, group) or (x_group % 8 == 0 and group % x_group == 0) else 0
             attributes = {"format": format, "group": group, "compute": compute, "x_group": x_group}
             yield Sample((x, *weight, bias, static), attributes)
+            if outer % 2 == 0:
+                yield Sample((x, *weight, bias, static), attributes | {"function": ("silu", "gelu_tanh")[turn % 2]})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmc import debug
 from llmc.errors import UsageError
+from llmc.runtime.fusing import fuse_gates
 
 if TYPE_CHECKING:
     from llmc.runtime.batch import Executor
@@ -31,4 +33,5 @@ def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None
         return executor
     from llmc.runtime.devices.cpu import CpuExecutor
 
+    engine = replace(engine, plan=fuse_gates(engine.plan))
     return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)

@@ -40,7 +40,7 @@ def run(
     packed = packing.pack(format, group, codes)
     scales = packing.pack_scales(scale, packing.scale_dtype(scale))
     zeros = None if zero is None else packing.pack_scales(zero, zero.dtype.name)
-    y = np.full((len(x), len(codes)), np.nan, np.float32)
+    y = np.full((len(x), len(codes) // (2 if given.get("function") else 1)), np.nan, np.float32)
     kernels.run_op("quantized_linear", [x, packed, scales, zeros, bias, x_scale], [y], given, isa=isa, threads=threads)
     return y
 
@@ -100,6 +100,22 @@ def test_a_row_has_the_same_bits_in_any_batch(isa: str, format: str, compute: st
         for first, last in ((0, 1), (69, 70), (3, 5), (1, 8), (20, 36), (5, 38), (0, 70)):
             for threads in (1, 2):
                 np.testing.assert_array_equal(run(x[first:last], weight, isa, threads, **given), whole[first:last])
+
+
+@EACH_ISA
+@pytest.mark.parametrize(("format", "compute"), [("int4", "int8"), ("int8", "float32"), ("fp8", "bfloat16")])
+def test_a_gated_product_has_the_bits_of_a_product_and_a_glu(isa: str, format: str, compute: str) -> None:
+    rng = np.random.default_rng(4)
+    for rows, width, inner in ((1, 64, 40), (3, 300, 33), (16, 37, 64), (17, 144, 70), (600, 90, 64)):
+        weight = random_weight(rng, 2 * width, inner, format, 32)
+        x = rng.standard_normal((rows, inner), np.float32)
+        given = attributes(format, 32, compute=compute) | {"bias": rng.standard_normal(2 * width, np.float32)}
+        product = run(x, weight, isa, **given)
+        expected = np.empty((rows, width), np.float32)
+        kernels.run_op("glu", [product[:, :width], product[:, width:]], [expected], {"function": "silu"}, isa=isa)
+        for threads in (1, 2, 3):
+            found = run(x, weight, isa, threads, **given, function="silu")
+            np.testing.assert_array_equal(found, expected, f"{rows} rows, {width} columns, {threads} threads")
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16", "int8"])
