@@ -23,6 +23,7 @@ CASES = {
     "API-25": "a NUL in a pattern is refused, not its end",
     "API-26": "an expression that is not valid is refused",
     "API-28": "JSON has no raw control characters in its strings",
+    "API-29": "a pool smaller than the model refuses what never fits, and goes on",
     "API-30": "ids that clients choose are only echoed",
     "API-31": "biases with keys that are no token ids are refused",
     "ART-03": "an engine of another format or target is refused before its weights are looked at",

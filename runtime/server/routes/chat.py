@@ -48,7 +48,10 @@ async def chat_completions(request: Request) -> Response:
     job = models.submit(model, [prompt], params, options)
     answer = _Answer(model, body, tools)
     if not body.stream:
-        return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
+        outputs = await finish(request, job, job.results())
+        if not body.logprobs:
+            return JsonResponse(answer.whole(job, outputs))
+        return await models.in_thread(lambda: JsonResponse(answer.whole(job, outputs)))  # may be millions of numbers
     await finish_first(request, job)
     return EventStream(job, answer.chunks(job))
 

@@ -42,7 +42,10 @@ async def completions(request: Request) -> Response:
     job = models.submit(model, prompts, params, options)
     answer = _Answer(model, body, prompts)
     if not body.stream:
-        return JsonResponse(answer.whole(job, await finish(request, job, job.results())))
+        outputs = await finish(request, job, job.results())
+        if body.logprobs is None and body.prompt_logprobs is None:
+            return JsonResponse(answer.whole(job, outputs))
+        return await models.in_thread(lambda: JsonResponse(answer.whole(job, outputs)))  # may be millions of numbers
     await finish_first(request, job)
     return EventStream(job, answer.chunks(job))
 

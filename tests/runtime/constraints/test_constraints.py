@@ -1,7 +1,9 @@
 """Output that keeps to a grammar, with models that want anything but that."""
 
+import gc
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -291,6 +293,30 @@ def test_sec_08_the_cache_is_bounded(kit: Any) -> None:
     assert specs[-1] in kept and specs[0] not in kept and len(kept) > 2
     constraint = compile_constraint(specs[-1], tokenizer)
     assert constraint is not compile_constraint(specs[-1], tokenizer)  # states are not shared
+    tokenizer.close()
+
+
+def test_sec_08_5000_schemas_of_2_kb(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full size; the first one is tried in the process that has limits, the others take its word for their size."""
+    tokenizer = kit.tokenizer(grammar_cache_bytes=4 << 20)
+    sizes: list[int] = []
+    found = tokenizer.grammars._try
+
+    def first(kind: str, grammar: str) -> int:
+        sizes.append(sizes[0] if sizes else found(kind, grammar))
+        return sizes[0]
+
+    monkeypatch.setattr(tokenizer.grammars, "_try", first)
+    memory = []
+    for number in range(5000):
+        text = json.dumps({"type": "integer", "minimum": number, "description": "x" * 2000})
+        compile_constraint(ConstraintSpec("json_schema", text), tokenizer)
+        if number in (500, 4999):
+            gc.collect()
+            lines = re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", Path("/proc/self/status").read_text())
+            memory.append(sum(map(int, lines)) << 10)
+    assert len(sizes) == 5000 and 1 < len(tokenizer.grammars._cache) <= (4 << 20) // sizes[0]
+    assert memory[1] - memory[0] < tokenizer.grammars.cache_bytes
     tokenizer.close()
 
 

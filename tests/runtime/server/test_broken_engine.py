@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from llmc.errors import ResourceError
+from llmc.runtime.server import shapes
 from llmc.runtime.server.engine_loop import MAX_FAILED_STEPS
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.models import Models
@@ -65,6 +66,31 @@ def test_an_engine_that_fails_ends_the_server_with_5(kit: Any) -> None:
     with pytest.raises(ResourceError) as caught:
         around(llm, work)
     assert caught.value.exit_code == 5
+
+
+def test_answers_of_many_numbers_are_made_beside_the_event_loop(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request may want a million; probes and streams go on meanwhile."""
+    makers: list[str] = []
+    for name in ("CompletionLogprobs", "chat_logprobs"):
+        make = getattr(shapes, name)
+
+        def watched(*arguments: Any, make: Callable[..., Any] = make) -> Any:
+            makers.append(threading.current_thread().name.rstrip("_0123456789"))
+            return make(*arguments)
+
+        monkeypatch.setattr(shapes, name, watched)
+    tokenizer = kit.tokenizer(chat_template="{{ messages[0].content }}")
+
+    async def work(http: httpx.AsyncClient) -> None:
+        body = {"max_tokens": 2, "ignore_eos": True}
+        answer = await http.post("/v1/completions", json=body | {"prompt": [7], "logprobs": 2})
+        assert len(answer.json()["choices"][0]["logprobs"]["tokens"]) == 2
+        messages = [{"role": "user", "content": "a"}]
+        answer = await http.post("/v1/chat/completions", json=body | {"messages": messages, "logprobs": True})
+        assert len(answer.json()["choices"][0]["logprobs"]["content"]) == 2
+
+    around(kit.llm(tokenizer=tokenizer), work)
+    assert set(makers) == {"encode"}
 
 
 def test_an_engine_that_hangs_is_not_ready(kit: Any) -> None:

@@ -121,6 +121,22 @@ def test_api_22_longer_than_the_context(live: Any) -> None:
     assert ask(live, "/v1/chat/completions", messages=[{"role": "user", "content": "z" * 600}])[0] == 400
 
 
+def test_api_29_a_pool_that_is_smaller_than_the_model(start: Any, served: Any) -> None:
+    """R6: what never fits 4 blocks is refused at once, also while nothing runs; what fits runs."""
+    with start("--num-blocks", "4", "--max-sequences", "2") as server:
+        server.admin("/pause")
+        answer = server.post("/v1/completions", {"prompt": [300] * 100})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "100" in error["message"] and "64" in error["message"]
+        server.admin("/resume")
+        small = server.post("/v1/completions", {"prompt": "m", "temperature": 0})
+        assert small.json()["choices"][0]["text"] == "no"
+        full = server.post("/v1/completions", {"prompt": [300] * 40, "max_tokens": 100, "ignore_eos": True}).json()
+        assert (full["choices"][0]["finish_reason"], full["usage"]["total_tokens"]) == ("length", 64)
+        served.wait_until(lambda: server.is_idle)
+
+
 def test_api_22_a_stream_that_can_not_begin_has_a_status(live: Any) -> None:
     assert ask(live, "/v1/completions", prompt=[300] * 512, stream=True)[0] == 400
 
