@@ -14,15 +14,19 @@ MEMORY_SHARE = 0.25
 """Of the available memory: what the KV cache takes at most by default."""
 
 
-def blocks_of_cache(engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None) -> int:
+def blocks_of_cache(
+    engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None, more_bytes: int = 0
+) -> int:
     """As asked for; else enough for so many sequences at full length within a share of the memory, at least for one.
+
+    ``more_bytes``: that somebody else needs for each position.
 
     Raises:
         ResourceError: not even one sequence fits into memory.
         UsageError: the two options exclude each other, or are out of bounds.
     """
     size = engine.kv_cache.block_size
-    block_bytes = max(1, engine.kv_bytes_per_token * size)
+    block_bytes = max(1, (engine.kv_bytes_per_token + more_bytes) * size)
     per_sequence = -(-engine.limits.max_seq_len // size)
     if num_blocks is not None and kv_memory is not None:
         raise UsageError("num_blocks and kv_memory exclude each other")

@@ -101,7 +101,7 @@ class LLM:
         engine = load_engine(engine_dir, expect_digest=expect_digest)
         if lora:
             engine = with_adapters(engine, adapters_of(lora))
-        limits, facts = engine.limits, engine.model
+        limits, facts, wanted = engine.limits, engine.model, Speculation.of(speculative)
         sequences = lowered("max_sequences", max_sequences, limits.max_sequences)
         batch_tokens = lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
         config = SchedulerConfig(
@@ -109,7 +109,7 @@ class LLM:
             max_batch_tokens=batch_tokens,
             max_sequences=sequences,
             max_logit_rows=min(batch_tokens, max(sequences, MAX_LOGIT_BYTES // (4 * facts.vocab_size))),
-            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks),
+            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks, wanted.kv_bytes_per_token),
             block_size=engine.kv_cache.block_size,
             has_state=bool(engine.plan.state_slots),
             prefix_cache=prefix_cache,
@@ -125,7 +125,7 @@ class LLM:
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
-        drafts = open_speculator(speculative, engine, executor, config, threads=self.threads, isa=isa)
+        drafts = open_speculator(wanted, engine, executor, config, threads=self.threads, isa=isa)
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest, drafts)
         if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks

@@ -179,12 +179,13 @@ def uniform(seed: int, choice: int, position: int, attempt: int = 0) -> float:
     return float(int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def draw_token(scores: Scores, sequence: Sequence, attempt: int = 0) -> int:
-    """The next token of a sequence as its parameters want it, by the random number of its place."""
-    params = sequence.request.params
-    if params.temperature == 0:
+def draw_token(scores: Scores, sequence: Sequence, attempt: int = 0, position: int | None = None) -> int:
+    """A token of a sequence as its parameters want it, by the random number of its place; default: the next one."""
+    request = sequence.request
+    if request.params.temperature == 0:
         return int(scores.argmax())
-    return sample_token(scores, params, uniform(sequence.request.seed, sequence.choice, len(sequence.tokens), attempt))
+    place = len(sequence.tokens) if position is None else position
+    return sample_token(scores, request.params, uniform(request.seed, sequence.choice, place, attempt))
 
 
 def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:

@@ -93,6 +93,7 @@ CASES = {
     "SEC-20": "web pages do not reach the server",
     "SPC-06": "the first draft is verified",
     "SPC-07": "limits and log-probabilities are exact where drafts are accepted",
+    "SPC-08": "a draft engine that is the target is always right",
     "SPC-09": "drafts change nothing, on quantized weights either",
     "STP-01": "text held back for a stop string comes at the end",
     "STP-04": "two tokens of the same text are both reported",

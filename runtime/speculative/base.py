@@ -141,6 +141,12 @@ class Proposer(ABC):
             UsageError, EngineError: it does not suit the engine, or makes no sense.
         """
 
+    @classmethod
+    def kv_bytes_per_token(cls, argument: str) -> int:
+        """Memory that it keeps for each position of the engine's KV cache."""
+        del argument
+        return 0
+
     @abstractmethod
     def propose(self, queries: list[Query]) -> list[Tree]:
         """One tree for each, maybe empty. Called at most once a step."""

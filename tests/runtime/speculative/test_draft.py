@@ -1,0 +1,93 @@
+"""A draft engine: right wherever it agrees, harmless elsewhere."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import engines
+import pytest
+
+from llmc import LLM, SamplingParams
+from llmc.errors import UsageError
+from llmc.runtime.speculative.draft import DraftProposer, differs
+from llmc.runtime.speculative.opening import Speculation
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return engines.build(engines.small_llama(), tmp_path_factory.mktemp("target"), dtype="bfloat16")[1]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer, and a context and steps that are shorter than the target's."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_seq_len": 64, "max_batch_tokens": 24}
+    config = engines.small_llama(num_hidden_layers=1)
+    return engines.build(config, tmp_path_factory.mktemp("draft"), max_sequences=16, **options)[1]
+
+
+PROMPTS = [[5, 6, 7], list(range(3, 60)), [9, 9, 9, 10], list(range(100, 20, -2))]
+PARAMS = [
+    SamplingParams(max_tokens=30, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=26, ignore_eos=True, logprobs=1, temperature=1.0, seed=1, n=2),
+    SamplingParams(max_tokens=21, ignore_eos=True, temperature=0.8, top_k=12, top_p=0.9, seed=2),
+    SamplingParams(max_tokens=22, ignore_eos=True, temperature=1.0, min_p=0.1, seed=3),
+]
+
+
+def run(llm: LLM) -> list[Any]:
+    return [[(c.token_ids, c.logprobs) for c in r.choices] for r in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_spc_08_a_draft_engine_that_is_the_target_is_always_right(target: Path) -> None:
+    llm = LLM(target, threads=1, speculative=f"draft={target}", check=True)
+    assert run(llm) == run(LLM(target, threads=1))
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    acceptance = speculator.acceptance
+    assert acceptance.accepted >= 0.99 * acceptance.drafted
+    assert acceptance.tokens_per_step > 5
+
+
+def test_a_smaller_engine_changes_nothing(target: Path, small: Path) -> None:
+    expected = run(LLM(target, threads=1))
+    for sizes in ({}, {"num_blocks": 9, "max_sequences": 3}):
+        llm = LLM(target, threads=1, speculative=Speculation(f"draft={small}", tokens=3), check=True, **sizes)
+        assert run(llm) == expected
+        speculator = llm.scheduler.speculator
+        assert speculator is not None
+        assert speculator.acceptance.drafted > 20
+        proposer = speculator._proposer
+        assert isinstance(proposer, DraftProposer)
+        assert proposer._cache.num_used == 0
+        assert not proposer._states
+
+
+def test_memory_of_the_draft_engine_is_part_of_the_budget(target: Path, small: Path) -> None:
+    plain = LLM(target, threads=1, kv_memory="256KiB").scheduler.config.num_blocks
+    shared = LLM(target, threads=1, kv_memory="256KiB", speculative=f"draft={small}").scheduler.config.num_blocks
+    assert shared == plain * 2 // 3  # two layers, and one
+
+
+def test_engines_with_other_tokens_are_refused(target: Path, tmp_path: Path) -> None:
+    other = engines.build(engines.small_llama(vocab_size=140), tmp_path)[1]
+    with pytest.raises(UsageError, match=r"their vocabularies \(of 140 and 131 tokens\)"):
+        LLM(target, speculative=f"draft={other}")
+    with pytest.raises(UsageError, match="name the draft engine, as in draft=DIR"):
+        LLM(target, speculative="draft")
+    with pytest.raises(UsageError, match="no such proposer; known: off, draft, "):
+        LLM(target, speculative="tarot")
+    with pytest.raises(UsageError, match="spec-tokens: 0 is less than 1"):
+        Speculation("ngram", tokens=0)
+
+
+def test_tokens_are_compared(kit: Any) -> None:
+    def engine(added: list[str], **more: Any) -> Any:
+        text = json.dumps({**kit.byte_level_spec(added), **more}).encode()
+        return SimpleNamespace(read=lambda name: text)
+
+    assert differs(engine(["<a>"]), engine(["<a>"])) is None
+    assert differs(engine(["<a>"], truncation={}), engine(["<a>"])) is None
+    assert differs(engine(["<a>", "<b>"]), engine(["<b>", "<a>"])) == "2 tokens (such as '<a>')"
+    assert differs(engine([]), engine(["<b>"])) == "1 tokens (such as '<b>')"
