@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.errors import UsageError
+from llmc.runtime.cli import SPECULATION, load, options
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,8 +70,9 @@ class Figure:
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]")
 @click.option("--isa", help="Instruction set. [default: the best of this machine]")
 @click.option("--max-batch-tokens", type=click.IntRange(1), help="Tokens of a step. [default: the engine's]")
+@options(SPECULATION)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def bench(
+def bench(  # long: one parameter for each option
     engine: Path,
     names: tuple[str, ...],
     rounds: int,
@@ -79,16 +81,17 @@ def bench(
     threads: int | None,
     isa: str | None,
     max_batch_tokens: int | None,
+    spec: str,
+    spec_tokens: int | None,
     as_json: bool,
 ) -> None:
     """Measure prefill, decode and mixed batches of an engine.
 
     Token ids in, token ids out, greedy, no early stop. Machines are noisy: compare ratios of figures from one run only.
     """
-    from llmc.runtime.llm import LLM
-
     # Rounds repeat their prompts, so they must not find what the first one has computed.
-    llm = LLM(engine, threads=threads, isa=isa, max_batch_tokens=max_batch_tokens, prefix_cache=False)
+    sizes: dict[str, Any] = {"threads": threads, "isa": isa, "max_batch_tokens": max_batch_tokens}
+    llm = load(engine, spec=spec, spec_tokens=spec_tokens, prefix_cache=False, **sizes)
     wanted = names or tuple(WORKLOADS)
     fitting = [name for name in wanted if longest(name) <= llm.scheduler.config.context]
     if not fitting:
@@ -123,6 +126,8 @@ def bench(
         "figures": {name: Figure(name, unit(name), v).to_json() for name, v in values.items()},
         "skipped": skipped,
     }
+    if (speculator := llm.scheduler.speculator) is not None:
+        report["speculation"] = speculator.acceptance.to_json() | {"summary": speculator.acceptance.line()}
     if profile:
         report["profile"] = {name: measure_profile(llm, name) for name in fitting if name != "load"}
     if ceilings:
@@ -253,6 +258,8 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     for name, found in report.get("profile", {}).items():
         console.print(_profile_table(name, found))
+    if "speculation" in report:
+        console.print(report["speculation"]["summary"], highlight=False)
     load = ", ".join(f"{v:.1f}" for v in report["load_average"])
     console.print(
         f"{report['isa']}, {report['threads']} threads, {report['rounds']} rounds, load average {load}, "

@@ -250,7 +250,10 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats:
     if as_json or params.num_choices > 1:
         (result,) = llm.chat(prompt, params) if is_chat else llm.generate(prompt, params)
         if as_json:
-            click.echo(json.dumps(result.to_json(), ensure_ascii=False))
+            found = result.to_json()
+            if (speculator := llm.scheduler.speculator) is not None:
+                found["speculation"] = speculator.acceptance.to_json()
+            click.echo(json.dumps(found, ensure_ascii=False))
         else:
             for choice in result.choices:
                 show(f"[{choice.index}] {choice.text}\n")
@@ -272,7 +275,9 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats:
     if stats and first is not None:
         total = time.perf_counter() - start
         rate = (generated - 1) / (start + total - first) if generated > 1 else 0.0
-        click.echo(f"{generated} tokens, first after {first - start:.3f} s, then {rate:.1f} tokens/s", err=True)
+        speculator = llm.scheduler.speculator
+        drafts = "" if speculator is None else f"; {speculator.acceptance.line()}"
+        click.echo(f"{generated} tokens, first after {first - start:.3f} s, then {rate:.1f} tokens/s{drafts}", err=True)
     if error is not None:
         raise LlmcError(error)
     return 0

@@ -51,7 +51,10 @@ class SchedulerConfig:
 
 @dataclass
 class Statistics:
-    """Counted so far. Prompts that began had ``prefix_queries`` tokens, of which ``prefix_hits`` were found."""
+    """Counted so far. Prompts that began had ``prefix_queries`` tokens, of which ``prefix_hits`` were found.
+
+    ``tokens`` were computed; ``accepted`` more were drafts, of ``drafted`` ones, that the model wanted, too.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -59,6 +62,8 @@ class Statistics:
     prefix_queries: int = 0
     prefix_hits: int = 0
     failed_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Scheduler:
@@ -145,6 +150,8 @@ class Scheduler:
                 budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
                 chunks = self.speculator.draft(chunks, budget, self.kv_cache)
             rows, logits = self._compute(chunks)
+            if self.speculator is not None:
+                self.speculator.ran()
         except Exception as problem:  # a failed step fails only its own requests
             return expired + self._fail(chunks, problem)
         touched = self._take(chunks, rows, logits)
@@ -344,6 +351,8 @@ class Scheduler:
                     touched.append(sequence)
             elif self.prefixes is not None:
                 self.prefixes.store(sequence, chunk.start)
+            self.statistics.drafted += chunk.num_drafts
+            self.statistics.accepted += sequence.num_computed - chunk.stop
             if chunk.tree is not None and sequence.table is not None:
                 self.kv_cache.release(sequence.table.cut(self.kv_cache.blocks_for(sequence.num_computed)))
             if sequence.finish_reason is not None:

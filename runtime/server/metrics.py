@@ -27,8 +27,12 @@ GAUGES = {
     "llmc_preemptions": ("preemptions", "Sequences put back to make room"),
     "llmc_prefix_hit_tokens": ("prefix_hits", "Tokens of prompts that were found in the KV cache"),
     "llmc_prefix_query_tokens": ("prefix_queries", "Tokens of prompts that were looked for in the KV cache"),
+    "llmc_draft_tokens": ("drafted", "Tokens that were drafted"),
+    "llmc_draft_tokens_accepted": ("accepted", "Drafts that were right"),
 }
 """Name: key in `LLM.counts`, and what it is."""
+
+ACCEPTANCE = ("llmc_draft_acceptance", "Share of the verifications that went so deep and accepted so much")
 
 
 class Metrics:
@@ -78,11 +82,15 @@ class _Engines(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Gauges, one value for each model."""
         families = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, (_, text) in GAUGES.items()}
+        rates = GaugeMetricFamily(*ACCEPTANCE, labels=["model", "proposer", "position"])
         for model in self._models.values():
             if model.engine is not None:
                 for name, value in _state(model.engine).items():
                     families[name].add_metric([model.name], value)
-        yield from families.values()
+                if (speculator := model.engine.llm.scheduler.speculator) is not None:
+                    for position, rate in enumerate(speculator.acceptance.rates, start=1):
+                        rates.add_metric([model.name, speculator.acceptance.proposer, str(position)], rate)
+        yield from (*families.values(), rates)
 
 
 def _state(engine: EngineLoop) -> dict[str, float]:

@@ -34,6 +34,18 @@ class Acceptance:
         """Tokens that a verification gives."""
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
+    @property
+    def rates(self) -> list[float]:
+        """For depth 1, 2, ...: of the verifications that went so deep, the share that accepted so much."""
+        return [accepted / tried for tried, accepted in list(self.by_depth) if tried]
+
+    def line(self) -> str:
+        """In words."""
+        return (
+            f"{self.proposer}: {self.accepted} of {self.drafted} drafts right, {self.tokens_per_step:.2f} tokens for "
+            "each verification"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """For people and programs; ``by_position``: share of the steps that went so deep and accepted so much."""
         return {
@@ -42,5 +54,5 @@ class Acceptance:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "tokens_per_step": round(self.tokens_per_step, 4),
-            "by_position": [round(accepted / tried, 4) for tried, accepted in self.by_depth],
+            "by_position": [round(rate, 4) for rate in self.rates],
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +14,7 @@ from llmc.runtime.batch import DraftExecutor
 from llmc.runtime.constraints.base import ConstraintError
 from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Proposer, Query, Tree
+from llmc.runtime.speculative.control import Controller
 from llmc.runtime.speculative.metrics import Acceptance
 
 if TYPE_CHECKING:
@@ -29,15 +32,24 @@ class Speculator:
     Args:
         executor: the one that runs the steps.
         vocab_size: of its model.
-        nodes: of a tree at most; default: the proposer's.
+        nodes: of a tree at most; default: as many as pay for themselves, at most the proposer's ``default_nodes``.
+        clock: in seconds, for what pays for itself.
     """
 
     def __init__(
-        self, proposer: Proposer, executor: DraftExecutor, *, vocab_size: int, nodes: int | None = None
+        self,
+        proposer: Proposer,
+        executor: DraftExecutor,
+        *,
+        vocab_size: int,
+        nodes: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.acceptance = Acceptance(proposer.name)
-        self._proposer, self._executor, self._vocab_size = proposer, executor, vocab_size
+        self._proposer, self._executor, self._vocab_size, self._clock = proposer, executor, vocab_size, clock
         self._nodes = proposer.default_nodes if nodes is None else nodes
+        self._controller = Controller() if nodes is None else None
+        self._step: tuple[int, float] = (0, 0.0)
 
     @property
     def wants_hidden(self) -> bool:
@@ -48,15 +60,11 @@ class Speculator:
         """The chunks of a step, some with a tree. ``budget``: that of a whole step."""
         for chunk in chunks:
             budget.take(chunk)
-        queries: dict[int, Query] = {}
-        for index, chunk in enumerate(chunks):
-            depth = _depth(chunk)
-            nodes = min(self._nodes, budget.tokens // (len(chunks) - index), budget.rows // (len(chunks) - index))
-            if depth > 0 and nodes > 0:
-                queries[index] = Query(chunk.sequence, nodes, depth, chunk.sequence.hidden)
-        if not queries:
-            return chunks
-        trees = self._proposer.propose(list(queries.values()))
+        queries = self._queries(chunks, budget)
+        begin = self._clock()
+        trees = self._proposer.propose(list(queries.values())) if queries else []
+        if self._controller is not None and trees:
+            self._controller.proposed(max(max(tree.depths, default=0) for tree in trees), self._clock() - begin)
         chunks = list(chunks)
         for (index, query), tree in zip(queries.items(), trees, strict=True):
             tree.check()
@@ -68,13 +76,23 @@ class Speculator:
                 budget.tokens -= len(tree)
                 budget.rows -= len(tree)
                 _extend(query.sequence, chunks[index].stop + len(tree), cache)
+        self._step = sum(chunk.num_rows for chunk in chunks), self._clock()
         return chunks
+
+    def ran(self) -> None:
+        """The step with the chunks of the last `draft` has run."""
+        if self._controller is not None:
+            rows, begin = self._step
+            self._controller.cost.add(rows, self._clock() - begin)
 
     def take(self, chunk: Chunk, path: list[int], rows: NDArray[np.float32] | None) -> None:
         """Keep these nodes of a chunk's tree: those before the token that came last. ``rows``: before the head."""
         sequence = chunk.sequence
         if chunk.tree is not None:
-            self.acceptance.add(len(chunk.tree), max(chunk.tree.depths), len(path))
+            deepest = max(chunk.tree.depths)
+            self.acceptance.add(len(chunk.tree), deepest, len(path))
+            if self._controller is not None:
+                self._controller.learn(sequence, deepest, len(path))
             moves = [(chunk.stop + node, chunk.stop + place) for place, node in enumerate(path) if node != place]
             if moves:
                 assert sequence.table is not None, "a sequence that runs has blocks"
@@ -89,6 +107,22 @@ class Speculator:
         """It has ended, or has been preempted."""
         sequence.hidden = None
         self._proposer.forget(sequence)
+        if self._controller is not None:
+            self._controller.forget(sequence)
+
+    def _queries(self, chunks: list[Chunk], budget: Budget) -> dict[int, Query]:
+        """What the proposer is asked, by the number of the chunk."""
+        depths = {index: depth for index, chunk in enumerate(chunks) if (depth := _depth(chunk)) > 0}
+        share = min(budget.tokens, budget.rows) // max(1, len(depths))
+        nodes = [min(self._nodes, share)] * len(depths)
+        if self._controller is not None:
+            rows = sum(chunk.num_rows for chunk in chunks)
+            nodes = self._controller.sizes([chunks[index].sequence for index in depths], nodes, rows)
+        return {
+            index: Query(chunks[index].sequence, count, depth, chunks[index].sequence.hidden)
+            for (index, depth), count in zip(depths.items(), nodes, strict=True)
+            if count > 0
+        }
 
 
 def _depth(chunk: Chunk) -> int:

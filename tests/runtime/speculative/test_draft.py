@@ -41,7 +41,7 @@ def run(llm: LLM) -> list[Any]:
 
 
 def test_spc_08_a_draft_engine_that_is_the_target_is_always_right(target: Path) -> None:
-    llm = LLM(target, threads=1, speculative=f"draft={target}", check=True)
+    llm = LLM(target, threads=1, speculative=Speculation(f"draft={target}", tokens=5), check=True)
     assert run(llm) == run(LLM(target, threads=1))
     speculator = llm.scheduler.speculator
     assert speculator is not None

@@ -1,0 +1,115 @@
+"""Drafts pay for themselves: many where rows are free and drafts right, none where a step is bound by arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmc.runtime.request import Request, SamplingParams, Sequence
+from llmc.runtime.speculative.control import PROBE, PROBE_AFTER, Controller, StepCost
+
+
+def sequences(count: int) -> list[Sequence]:
+    return [Request(i, [5], SamplingParams(), 50).sequences[0] for i in range(count)]
+
+
+def controller(row: float) -> Controller:
+    """One that knows steps of 1 second, and a second times ``row`` for each row."""
+    made = Controller()
+    for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+        for _ in range(50):
+            made.cost.add(rows, 1 + row * rows)
+    return made
+
+
+def test_cost_is_interpolated_and_never_falls() -> None:
+    cost = StepCost()
+    assert cost.at(33) == pytest.approx(cost.at(1) * 65 / 33)
+    for _ in range(60):
+        cost.add(4, 2.0)
+        cost.add(16, 8.0)
+        cost.add(64, 5.0)  # cannot be: fewer rows took longer
+    assert cost.at(4) == pytest.approx(2)
+    assert cost.at(10) == pytest.approx(5)
+    assert cost.at(16) == cost.at(64) == pytest.approx(8)
+    assert cost.at(2) < 2 < cost.at(5) < cost.at(15) < cost.at(200)
+    cost.add(4, 1000.0)
+    assert cost.at(4) < 3
+
+
+@pytest.mark.parametrize(("row", "least", "most"), [(0.001, 8, 16), (0.05, 3, 12), (1.0, 0, 8), (20.0, 0, 0)])
+def test_more_where_rows_are_cheap(row: float, least: int, most: int) -> None:
+    chosen = controller(row)
+    (one,) = sequences(1)
+    for _ in range(20):
+        chosen.learn(one, 8, 7)
+    (nodes,) = chosen.sizes([one], [16], 1)
+    assert least <= nodes <= most
+
+
+def test_nothing_in_a_batch_that_is_bound_by_arithmetic() -> None:
+    chosen, many = controller(0.2), sequences(64)
+    for sequence in many:
+        chosen.learn(sequence, 4, 2)
+    assert chosen.sizes(many[:1], [8], 1) > [0]
+    assert chosen.sizes(many, [8] * 64, 64) == [0] * 64
+
+
+def test_what_is_never_right_is_probed_now_and_then() -> None:
+    chosen = controller(0.05)
+    good, bad = sequences(2)
+    sizes = []
+    for _ in range(100):
+        nodes = chosen.sizes([good, bad], [8, 8], 2)
+        sizes.append(nodes)
+        for sequence, count in zip((good, bad), nodes, strict=True):
+            if count:
+                chosen.learn(sequence, count, count if sequence is good else 0)
+    assert all(count > 2 for count, _ in sizes[20:])
+    later = [count for _, count in sizes[20:]]
+    assert 0 < sum(count > 0 for count in later) <= 80 / PROBE_AFTER + 1
+    assert set(later) == {0, PROBE}
+
+
+def test_slow_proposers_get_shorter_trees() -> None:
+    fast, slow = controller(0.01), controller(0.01)
+    (one,) = sequences(1)
+    for chosen in (fast, slow):
+        for _ in range(20):
+            chosen.learn(one, 8, 6)
+    for _ in range(100):
+        slow.proposed(4, 1.2)
+    assert 0 < slow.sizes([one], [16], 1)[0] < fast.sizes([one], [16], 1)[0]
+
+
+def test_sizes_change_no_result(kit: Any) -> None:
+    """A clock that goes as it likes."""
+    from llmc.runtime.sampling import Sampler
+    from llmc.runtime.scheduler import Scheduler
+    from llmc.runtime.speculative.ngram import NgramProposer
+    from llmc.runtime.speculative.speculator import Speculator
+
+    def model(history: tuple[int, ...]) -> Any:
+        return kit.one_hot(3 + (history[-1] * 5 + 1) % 7)
+
+    def run(ticks: list[float] | None) -> tuple[list[list[int]], int]:
+        config = kit.config()
+        executor = kit.PagedExecutor(model, config)
+        speculator = None
+        if ticks is not None:
+            times = iter([sum(ticks[i % len(ticks)] for i in range(n)) for n in range(4000)])
+            speculator = Speculator(NgramProposer(), executor, vocab_size=kit.VOCAB, clock=lambda: next(times))
+        scheduler = Scheduler(executor, Sampler(), config, speculator=speculator)
+        requests = [Request(i, [5 + i, 9], SamplingParams(max_tokens=60), 60) for i in range(3)]
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work:
+            scheduler.step()
+        return [r.sequences[0].tokens for r in requests], len(executor.batches)
+
+    expected, plain = run(None)
+    for ticks in ([0.001], [0.5, 0.001, 3.0], [1e-6, 9.0]):
+        found, steps = run(ticks)
+        assert found == expected
+        assert steps < plain
