@@ -83,8 +83,8 @@ class Controller:
         """Nodes for each sequence, at most so many, in a step that has ``rows`` rows without them."""
         worth: list[tuple[float, int, int]] = []
         for number, sequence in enumerate(sequences):
-            rate = self._rates.setdefault(sequence, _Rate()).estimate(self._all.estimate(FIRST_GUESS))
-            worth += [(-(rate**depth), depth, number) for depth in range(1, most[number] + 1)]
+            right = self._rates.setdefault(sequence, _Rate()).estimate(self._all.estimate(FIRST_GUESS))
+            worth += [(-(right**depth), depth, number) for depth in range(1, most[number] + 1)]
         worth.sort()
         best, chosen, tokens, deepest = len(sequences) / self.cost.at(rows), 0, float(len(sequences)), 0
         for count, (value, depth, _) in enumerate(worth, start=1):
