@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -66,6 +67,30 @@ def test_an_engine_that_fails_ends_the_server_with_5(kit: Any) -> None:
     with pytest.raises(ResourceError) as caught:
         around(llm, work)
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_api_03_a_failure_within_a_stream_is_its_last_event(kit: Any, path: str) -> None:
+    """Valid events, then the error, then the end of the connection: no [DONE], no second head."""
+    tokenizer = kit.tokenizer(chat_template="{{ messages[0].content }}")
+    llm = kit.llm(kit.scripted({tuple(kit.ids("a")): kit.ids("bcdefghij")}), tokenizer=tokenizer)
+    llm.executor.fail_at = 4
+    prompt = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+
+    async def work(http: httpx.AsyncClient) -> None:
+        reader, writer = await asyncio.open_connection(http.base_url.host, http.base_url.port)
+        body = json.dumps(prompt | {"max_tokens": 9, "ignore_eos": True, "stream": True})
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        received = await asyncio.wait_for(reader.read(), 60)  # to the end of the connection
+        writer.close()
+        assert received.count(b"HTTP/1.1") == 1 and b"[DONE]" not in received and b"launch" not in received
+        events = [json.loads(line[6:]) for line in received.split(b"\r\n") if line.startswith(b"data: ")]
+        assert len(events) > 3 and all("choices" in event for event in events[:-1])
+        assert events[-1]["error"]["code"] == "generation_failed"
+        assert (await http.post(path, json=prompt | {"max_tokens": 2})).status_code == 200
+
+    around(llm, work)
 
 
 def test_answers_of_many_numbers_are_made_beside_the_event_loop(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:

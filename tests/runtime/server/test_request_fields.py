@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -232,8 +233,16 @@ def test_stp_01_stp_07_stp_15_stp_17_stp_20_and_stp_21_texts(live: Any) -> None:
 
 
 def test_api_30_ids_of_clients_are_only_echoed(live: Any) -> None:
-    answers = [live.post("/v1/completions", BODIES["/v1/completions"], **{"x-request-id": "same"}) for _ in range(2)]
-    assert [a.headers["x-request-id"] for a in answers] == ["same", "same"]
-    assert len({a.json()["id"] for a in answers}) == 2
-    strange = live.post("/v1/completions", BODIES["/v1/completions"], **{"x-request-id": "a b"})
+    """Several at once with the same one: each has the answer to its own request."""
+
+    def post(prompt: str, request_id: str = "same") -> Any:
+        body = {"prompt": prompt, "temperature": 0, "max_tokens": 2}
+        return live.post("/v1/completions", body, **{"x-request-id": request_id})
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(post, "mwmwmwmw"))
+    assert [a.headers["x-request-id"] for a in answers] == ["same"] * 8
+    assert len({a.json()["id"] for a in answers}) == 8
+    assert [a.json()["choices"][0]["text"] for a in answers] == ["no", ".X"] * 4
+    strange = post("m", "a b")
     assert strange.status_code == 200 and "x-request-id" not in strange.headers

@@ -1,0 +1,128 @@
+"""llmc serve beside other servers of OpenAI's API, under the same load, in turns: requests/s and time to first token.
+
+    build_scripts/bench_serve_peers.py "llmc=llmc serve ENGINE --port {port}" \
+        "llama=llama-server -m MODEL.gguf --port {port} -np 16 -c 8192" [--rounds 3] [-- --requests 48 --rate 4 ...]
+
+Each server is a command with {port} in it; the first is compared with the others. What follows `--` goes to
+`llmc bench serve`. Servers that are not being measured are stopped (SIGSTOP), so that they take no processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+LOAD = ["--requests", "48", "--concurrency", "16", "--input-tokens", "32-256", "--output-tokens", "16-64"]
+START_SECONDS = 300.0
+
+
+@dataclass
+class Server:
+    """A command that runs, and what was measured with it."""
+
+    name: str
+    command: str
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start it, and wait until it lists its models."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        words = [word.replace("{port}", str(self.port)) for word in shlex.split(self.command)]
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        end = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > end:
+                sys.exit(f"{self.name}: {shlex.join(words)} does not serve")
+            time.sleep(0.2)
+
+    def signal(self, number: int) -> None:
+        """Send it."""
+        assert self.process is not None, "it has been started"
+        os.kill(self.process.pid, number)
+
+    def measure(self, load: list[str]) -> None:
+        """One round."""
+        command = [sys.executable, "-P", "-m", "llmc", "bench", "serve", "--json", "--url"]
+        done = subprocess.run([*command, f"http://127.0.0.1:{self.port}", *load], capture_output=True, check=True)
+        self.reports.append(json.loads(done.stdout))
+
+    def values(self, name: str, *more: str) -> list[float]:
+        """A number of each round."""
+        found: list[float] = []
+        for report in self.reports:
+            value: Any = report
+            for key in (name, *more):
+                value = value[key]
+            found.append(float(value))
+        return found
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=5) as answer:
+                return bool(json.load(answer)["data"])
+        except (OSError, ValueError, urllib.error.URLError):
+            return False
+
+
+def main() -> None:
+    """Run the rounds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND")
+    parser.add_argument("--rounds", type=int, default=3)
+    own, load = sys.argv[1:], LOAD
+    if "--" in own:
+        own, load = own[: own.index("--")], own[own.index("--") + 1 :]
+    options = parser.parse_args(own)
+    servers = [Server(*text.split("=", 1)) for text in options.servers]
+    try:
+        for server in servers:
+            server.start()
+            server.measure([*load, "--requests", "4", "--seed", "99"])  # warm
+            server.reports.clear()
+            server.signal(signal.SIGSTOP)
+        for number in range(options.rounds):
+            for server in servers:
+                server.signal(signal.SIGCONT)
+                server.measure([*load, "--seed", str(number)])
+                server.signal(signal.SIGSTOP)
+                print(f"round {number}, load {os.getloadavg()[0]:.1f}: {_line(server, -1)}", flush=True)
+    finally:
+        for server in servers:
+            if server.process is not None:
+                server.process.kill()
+                server.process.wait()
+    _compare(servers)
+
+
+def _line(server: Server, number: int) -> str:
+    rate, first = server.values("requests_per_second")[number], server.values("ttft_ms", "p95")[number]
+    return f"{server.name} {rate:.2f} requests/s, p95 to the first text {first:.0f} ms"
+
+
+def _compare(servers: list[Server]) -> None:
+    first = servers[0]
+    for other in servers[1:]:
+        for label, keys in (("requests/s", ("requests_per_second",)), ("p95 to first text", ("ttft_ms", "p95"))):
+            ratios = [a / b for a, b in zip(first.values(*keys), other.values(*keys), strict=True)]
+            middle = statistics.median(ratios)
+            print(f"{label}: {first.name} / {other.name} = {middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()
