@@ -46,6 +46,18 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     seed(item.name)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernel-server", help="run the kernels of this aarch64 build, under qemu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if server := config.getoption("--kernel-server"):
+        sys.path.insert(0, str(ROOT / "tests/aarch64"))
+        import remote_kernels
+
+        remote_kernels.install(Path(server))
+
+
 def models_folder() -> Path:
     return Path(os.environ.get("LLMC_MODELS", "~/.cache/llmc-models")).expanduser()
 

@@ -9,12 +9,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 namespace llmc {
 namespace {
 
-// Ascending; each level has all instructions of those before it.
-constexpr const char* kLevels[] = {"scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"};
+// Ascending on either machine; each level has all instructions of those before it.
+constexpr const char* kLevels[] = {"scalar", "avx2", "avx512",  "avx512vnni", "avx512bf16",
+                                   "amx",    "neon", "dotprod", "i8mm"};
 
 // AMX: tile, bf16 and int8 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted
 // to this process, which has to ask once before it makes threads.
@@ -46,6 +50,14 @@ bool runs_here(const std::string& level) {
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (level == "avx512bf16") return bf16;
   if (level == "amx") return bf16 && has_amx();
+#elif defined(__aarch64__)
+  if (level == "neon") return true;
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20, kInt8Matrices = 1ul << 13, kBf16 = 1ul << 14;  // HWCAP_ASIMDDP ..
+  const bool dotprod = (getauxval(AT_HWCAP) & kDotProducts) != 0;
+  if (level == "dotprod") return dotprod;
+  if (level == "i8mm") return dotprod && (~getauxval(AT_HWCAP2) & (kInt8Matrices | kBf16)) == 0;
+#endif
 #endif
   return false;
 }

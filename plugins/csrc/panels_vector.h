@@ -85,7 +85,7 @@ struct F16Format {
     return fmadd(w, broadcast(*reinterpret_cast<const float*>(x)), sum);
   }
 };
-#ifdef __AVX512BF16__
+#ifdef LLMC_BF16_DOT
 struct Bf16Format {  // x: bf16
   using Step = bf16x32;
   static constexpr std::int64_t kWeightBytes = 64, kRowBytes = 4;
@@ -152,6 +152,9 @@ constexpr int panels_for(int) { return 4; }
 #elif defined(__AVX2__)
 constexpr int kRows = 6;
 constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#elif defined(LLMC_NEON)
+constexpr int kRows = 4;
+constexpr int panels_for(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #else
 constexpr int kRows = 2;
 constexpr int panels_for(int rows) { return rows == 1 ? 2 : 1; }
@@ -165,6 +168,76 @@ constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
 constexpr std::int64_t kGroupPanels = 4;    // so many panels at a time,
 constexpr std::int64_t kBlockSteps = 1024;  // in blocks of steps whose weights stay in the second-level cache
 
+#if defined(LLMC_NEON) && defined(LLMC_BF16_DOT)
+// What add_steps() does, for panel i and an even number of rows: an instruction adds two steps of two outputs and two
+// rows, one step after the other as two dot products do, and so with their bits.
+template <int R, int P>
+LLMC_INLINE void add_matrices(f32x16 (&sum)[R][P], int i, const std::byte* w, const std::byte* x, std::int64_t x_stride,
+                              std::int64_t begin, std::int64_t end) {
+  constexpr int kPairs = R / 2;
+  float32x4_t product[kPairs][8];
+  LLMC_UNROLL
+  for (int n = 0; n < kPairs * 4; ++n) {
+    const float32x4_t first = sum[n / 4 * 2][i].v[n % 4], second = sum[n / 4 * 2 + 1][i].v[n % 4];
+    product[n / 4][n % 4 * 2] = vzip1q_f32(first, second);
+    product[n / 4][n % 4 * 2 + 1] = vzip2q_f32(first, second);
+  }
+  std::int64_t s = begin;
+  for (; s + 1 < end; s += 2) {
+    const bf16x32 a = Bf16Format::load_step(w + s * 64), b = Bf16Format::load_step(w + s * 64 + 64);
+    bfloat16x8_t rows[kPairs];
+    LLMC_UNROLL
+    for (int r = 0; r < kPairs; ++r) {
+      const auto* p = reinterpret_cast<const std::uint16_t*>(x + 2 * r * x_stride + s * 4);
+      rows[r] = vreinterpretq_bf16_u16(vcombine_u16(vld1_u16(p), vld1_u16(p + x_stride / 2)));
+    }
+    LLMC_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      const bfloat16x8_t even = vreinterpretq_bf16_u32(vzip1q_u32(a.v[q], b.v[q]));
+      const bfloat16x8_t odd = vreinterpretq_bf16_u32(vzip2q_u32(a.v[q], b.v[q]));
+      LLMC_UNROLL
+      for (int r = 0; r < kPairs; ++r) {
+        product[r][2 * q] = vbfmmlaq_f32(product[r][2 * q], even, rows[r]);
+        product[r][2 * q + 1] = vbfmmlaq_f32(product[r][2 * q + 1], odd, rows[r]);
+      }
+    }
+  }
+  LLMC_UNROLL
+  for (int n = 0; n < kPairs * 4; ++n) {
+    const float32x4_t even = product[n / 4][n % 4 * 2], odd = product[n / 4][n % 4 * 2 + 1];
+    sum[n / 4 * 2][i].v[n % 4] = vuzp1q_f32(even, odd);
+    sum[n / 4 * 2 + 1][i].v[n % 4] = vuzp2q_f32(even, odd);
+  }
+  if (s == end) return;
+  const bf16x32 last = Bf16Format::load_step(w + s * 64);
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r][i] = Bf16Format::add(sum[r][i], last, x + r * x_stride + s * 4);
+}
+#endif
+
+// Adds steps [begin, end) of P panels, so many bytes apart, times R rows.
+template <class F, int R, int P>
+LLMC_INLINE void add_steps(f32x16 (&sum)[R][P], const std::byte* w, std::int64_t panel_bytes, const std::byte* x,
+                           std::int64_t x_stride, std::int64_t begin, std::int64_t end) {
+#if defined(LLMC_NEON) && defined(LLMC_BF16_DOT)
+  if constexpr (std::is_same_v<F, Bf16Format> && R % 2 == 0) {
+    LLMC_UNROLL
+    for (int i = 0; i < P; ++i) add_matrices(sum, i, w + i * panel_bytes, x, x_stride, begin, end);
+    return;
+  }
+#endif
+  for (std::int64_t s = begin; s < end; ++s) {
+    typename F::Step step[P];
+    LLMC_UNROLL
+    for (int i = 0; i < P; ++i) step[i] = F::load_step(w + i * panel_bytes + s * F::kWeightBytes);
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
+      for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], x + r * x_stride + s * F::kRowBytes);
+    }
+  }
+}
+
 // R rows by P panels, steps [begin, end). Between blocks of steps the sums wait in y, exactly as they are.
 template <class F, int R, int P>
 void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t begin, std::int64_t end) {
@@ -177,24 +250,24 @@ void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std:
 
   f32x16 sum[R][P];
   if (begin == 0) {
+    LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
       for (int i = 0; i < P; ++i) sum[r][i] = zero();
     }
   } else {
+    LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
       for (int i = 0; i < P; ++i) sum[r][i] = load(y + r * p.y_stride + i * 16, lanes(i));
     }
   }
-  for (std::int64_t s = begin; s < end; ++s) {
-    typename F::Step step[P];
-    for (int i = 0; i < P; ++i) step[i] = F::load_step(w + i * panel_bytes + s * F::kWeightBytes);
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], x + r * x_stride + s * F::kRowBytes);
-    }
-  }
+  add_steps<F>(sum, w, panel_bytes, x, x_stride, begin, end);
   const bool finish = end == p.w.steps() && p.bias != nullptr;
+  LLMC_UNROLL
   for (int i = 0; i < P; ++i) {
     const f32x16 bias = finish ? load(p.bias + (panel + i) * 16, lanes(i)) : zero();
+    LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
       store(y + r * p.y_stride + i * 16, finish ? sum[r][i] + bias : sum[r][i], lanes(i));
     }

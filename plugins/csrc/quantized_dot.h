@@ -7,11 +7,14 @@
 //                             the order 0 2 1 3, since even and odd bytes of a weight are apart with one operation
 #pragma once
 #include "quantized.h"
+#ifdef LLMC_NEON
+#include "quantized_neon.h"
+#endif
 
 namespace llmc::LLMC_ISA {
 
 // a * b + c rounded once, at every level: sums of quantized products have the same bits everywhere.
-#if defined(__AVX2__) || defined(__FP_FAST_FMAF)
+#if defined(__AVX2__) || defined(LLMC_NEON)
 LLMC_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) { return fmadd(a, b, c); }
 #else
 // The product is exact in double; the sum is rounded to odd there (Boldo and Melquiond, "Emulation of FMA and
@@ -185,7 +188,7 @@ LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
           dot_half<F>(sum.hi, line.first[1], line.second[1], a, b)};
 }
 
-#else
+#elif !defined(LLMC_NEON)
 
 typedef std::int16_t short_vector __attribute__((vector_size(64)));
 typedef std::uint8_t byte_vector __attribute__((vector_size(16)));
@@ -239,6 +242,15 @@ LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
   return sum;
 }
 
+#endif
+
+// Lines whose codes of int8 are taken for signed bytes, which is less than the code by the middle one.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+template <Format F>
+constexpr bool kSignedLines = F == Format::int8;
+#else
+template <Format F>
+constexpr bool kSignedLines = false;
 #endif
 
 // Codes of whole quads, signed bytes, as words in the order that dot() reads.

@@ -60,7 +60,7 @@ LLMC_INLINE void store_pairs(std::byte* p, f32x16 even, f32x16 odd) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pair(even.lo, odd.lo));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), pair(even.hi, odd.hi));
 }
-#else
+#elif !defined(LLMC_NEON)
 LLMC_INLINE i32x16 load_ints(const std::byte* p) {
   i32x16 x;
   std::memcpy(&x, p, 64);
@@ -154,7 +154,7 @@ constexpr std::int64_t kExpandedBytes = (kBlockColumns + 8) * (kBfloat16 ? 32 : 
 
 #if defined(__AVX512F__)
 constexpr int kFloatRows = 4, kFloatPanels = 2;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(LLMC_NEON)
 constexpr int kFloatRows = 4, kFloatPanels = 1;
 #else
 constexpr int kFloatRows = 2, kFloatPanels = 1;
@@ -175,23 +175,21 @@ void expanded_rows(const QuantizedProduct& p, const std::byte* expanded, std::in
   const auto lanes = [&](int i) { return i + 1 < P ? 16 : last; };
 
   f32x16 acc[R][P], sum[R][P];
+  LLMC_UNROLL
   for (int r = 0; r < R; ++r) {
+    LLMC_UNROLL
     for (int i = 0; i < P; ++i) {
       acc[r][i] = number == 0 ? zero() : load(y + r * p.y_stride + i * 16, lanes(i));
       sum[r][i] = kScaled ? zero() : acc[r][i];
     }
   }
-  for (std::int64_t s = 0; s < steps; ++s) {
-    typename F::Step step[P];
-    for (int i = 0; i < P; ++i) step[i] = F::load_step(expanded + i * kExpandedBytes<kScaled> + s * 64);
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < P; ++i) sum[r][i] = F::add(sum[r][i], step[i], codes + r * p.x.stride + s * F::kRowBytes);
-    }
-  }
+  add_steps<F>(sum, expanded, kExpandedBytes<kScaled>, codes, p.x.stride, 0, steps);
   const bool finish = number + 1 == p.w.blocks && p.bias != nullptr;
+  LLMC_UNROLL
   for (int i = 0; i < P; ++i) {
     const f32x16 bias = finish ? load(p.bias + (panel + i) * 16, lanes(i)) : zero();
     const BlockScale<Z> scale(p.w, panel + i, block);
+    LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
       f32x16 v = sum[r][i];
       if constexpr (kScaled) {

@@ -42,7 +42,7 @@ struct BlockScale {
 #if defined(__AVX512F__)
 constexpr int kIntegerRows = 4;
 constexpr int integer_panels(int rows) { return rows == 1 ? 4 : 2; }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(LLMC_NEON)
 constexpr int kIntegerRows = 4;
 constexpr int integer_panels(int rows) { return rows == 1 ? 2 : 1; }
 #else
@@ -71,12 +71,28 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
     const Block& block = w.block[b];
     i32x16 sum[R][P];
     for (int r = 0; r < R; ++r) {
-      const i32x16 start = Z == Zero::middle ? broadcast_int(starts[b * p.x.pitch + r]) : zero_ints();
+      const std::int64_t at = b * p.x.pitch + r;
+      i32x16 start = zero_ints();
+      if constexpr (kSignedLines<F>) {
+        if constexpr (Z != Zero::middle) start = broadcast_int(128 * static_cast<std::int32_t>(p.x.sum[at + row]));
+      } else if constexpr (Z == Zero::middle) {
+        start = broadcast_int(starts[at]);
+      }
       for (int i = 0; i < P; ++i) sum[r][i] = start;
     }
     const std::byte* lines = w.lines_of(panel, block);
     const std::byte* codes = x + block.line * kLine;
-    for (std::int64_t l = 0; l < block.lines; ++l) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    constexpr bool kMatrices = R % 2 == 0;
+    if constexpr (kMatrices) {
+      for (int i = 0; i < P; ++i) {
+        add_matrices<F>(sum, i, lines + i * panel_bytes, block.lines, codes, x_stride);
+      }
+    }
+#else
+    constexpr bool kMatrices = false;
+#endif
+    for (std::int64_t l = 0; !kMatrices && l < block.lines; ++l) {
       for (int i = 0; i < P; ++i) {
         const Line<F> line(lines + i * panel_bytes + l * 64);
         for (int r = 0; r < R; ++r) sum[r][i] = dot(sum[r][i], line, codes + r * x_stride + l * kLine);

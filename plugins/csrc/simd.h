@@ -6,8 +6,9 @@
 // the
 //    bits that the full vector gives.
 // 2. reduce_add and reduce_max are one fixed tree (i with i + 8, then 4, 2, 1).
-// 3. fmadd rounds once wherever the instruction set can; the scalar level of machines without FMA multiplies, then adds
-//    (a library call for each lane costs 20 times more). Between levels bits may differ, within one they never do.
+// 3. fmadd rounds once; the scalar level multiplies, then adds, on every machine: its bits are recorded in engines, and
+//    where there is no FMA a library call for each lane would cost 20 times more. Between levels bits may differ,
+//    within one they never do.
 // 4. max(a, b) and min(a, b) give b if either is NaN.
 #pragma once
 #include <cmath>
@@ -17,6 +18,8 @@
 #include "kernel.h"
 
 #define LLMC_INLINE inline __attribute__((always_inline))
+// Loops over accumulators have to be unrolled before anything else, or GCC keeps copies of them in memory.
+#define LLMC_UNROLL _Pragma("GCC unroll 8")
 
 namespace llmc {
 
@@ -30,10 +33,17 @@ struct f16 {
 
 }  // namespace llmc
 
+// The level multiplies pairs of bf16 with one instruction.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define LLMC_BF16_DOT
+#endif
+
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
 #include "simd_avx2.h"
+#elif defined(LLMC_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_scalar.h"
 #endif

@@ -86,14 +86,7 @@ LLMC_INLINE f32x16 operator-(f32x16 a, f32x16 b) { return {a.v - b.v}; }
 LLMC_INLINE f32x16 operator*(f32x16 a, f32x16 b) { return {a.v * b.v}; }
 LLMC_INLINE f32x16 operator/(f32x16 a, f32x16 b) { return {a.v / b.v}; }
 LLMC_INLINE f32x16 operator-(f32x16 a) { return {-a.v}; }
-#ifdef __FP_FAST_FMAF
-LLMC_INLINE f32x16 fmadd(f32x16 a, f32x16 b, f32x16 c) {
-  for (int i = 0; i < 16; ++i) c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
-  return c;
-}
-#else
 LLMC_INLINE f32x16 fmadd(f32x16 a, f32x16 b, f32x16 c) { return {a.v * b.v + c.v}; }
-#endif
 LLMC_INLINE f32x16 fnmadd(f32x16 a, f32x16 b, f32x16 c) { return fmadd(-a, b, c); }
 LLMC_INLINE f32x16 max(f32x16 a, f32x16 b) { return {a.v > b.v ? a.v : b.v}; }
 LLMC_INLINE f32x16 min(f32x16 a, f32x16 b) { return {a.v < b.v ? a.v : b.v}; }

@@ -73,7 +73,34 @@ LLMC_INLINE __m128i load_bytes(const void* p, int n) {
   return load_bytes(bytes);
 }
 #endif
-#if defined(__AVX2__)
+#if defined(LLMC_NEON)
+using byte_vector = int8x16_t;
+
+LLMC_INLINE byte_vector load_bytes(const void* p) { return vld1q_s8(static_cast<const std::int8_t*>(p)); }
+LLMC_INLINE byte_vector load_bytes(const void* p, int n) {
+  std::int8_t bytes[16] = {};
+  std::memcpy(bytes, p, static_cast<std::size_t>(clamp_lanes(n)));
+  return vld1q_s8(bytes);
+}
+LLMC_INLINE f32x16 widen(byte_vector x, i8) {
+  const int16x8_t low = vmovl_s8(vget_low_s8(x)), high = vmovl_high_s8(x);
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+}
+LLMC_INLINE f32x16 widen(byte_vector x, e4m3) {
+  const auto half = [](int16x8_t bits) { return vreinterpretq_u16_s16(bits << 7) & 0xbf80; };
+  const uint16x8_t low = half(vmovl_s8(vget_low_s8(x))), high = half(vmovl_high_s8(x));
+  return {{widen_f16(vget_low_u16(low)), widen_f16(vget_high_u16(low)), widen_f16(vget_low_u16(high)),
+           widen_f16(vget_high_u16(high))}};
+}
+LLMC_INLINE byte_vector bits_of(byte_vector x, char mask) { return x & static_cast<std::int8_t>(mask); }
+LLMC_INLINE byte_vector either(byte_vector a, byte_vector b) { return a | b; }
+template <int N>
+LLMC_INLINE byte_vector shift_left(byte_vector x) {
+  if constexpr (N >= 0) return x << N;
+  return x >> -N;
+}
+#elif defined(__AVX2__)
 using byte_vector = __m128i;
 
 LLMC_INLINE byte_vector bits_of(byte_vector x, char mask) { return _mm_and_si128(x, _mm_set1_epi8(mask)); }

@@ -8,7 +8,7 @@ namespace llmc::LLMC_ISA {
 // Rows that share a load, and how many accumulators the registers hold.
 #if defined(__AVX512F__)
 constexpr int kRowBlock = 6, kAccumulators = 24;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(LLMC_NEON)
 constexpr int kRowBlock = 6, kAccumulators = 6;
 #else
 constexpr int kRowBlock = 3, kAccumulators = 3;
@@ -167,7 +167,7 @@ template <class T>
 struct RowKernels {
   using Score = void (*)(const float*, std::int64_t, const T* const*, const T* const*, int, int, float*);
   using Weigh = void (*)(const float*, const T* const*, const T* const*, std::int64_t, int, int, float*, std::int64_t);
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(LLMC_NEON)
   static constexpr Score score[kRowBlock + 1] = {nullptr,
                                                  score_blocks<T, 1>,
                                                  score_blocks<T, 2>,

@@ -9,9 +9,6 @@
 
 namespace llmc::LLMC_ISA {
 
-// Loops over accumulators have to be unrolled before anything else, or GCC keeps copies of them in memory.
-#define LLMC_UNROLL _Pragma("GCC unroll 8")
-
 constexpr int kTile = 128;
 constexpr int kLanes = 16;
 constexpr int kTileBlocks = kTile / kLanes;
