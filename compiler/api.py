@@ -20,6 +20,7 @@ from llmc.compiler.gate import QualityRequest
 from llmc.compiler.golden import record_goldens
 from llmc.compiler.lora import linears_of, merge
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
+from llmc.compiler.medusa.build import HeadsToBuild, add_heads, open_heads
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import kv_cache, locked
@@ -114,6 +115,7 @@ def build_engine(
     Raises:
         LlmcError: by its kind; nothing is left behind.
     """
+    # long: the whole build, step by step
     config, progress = config or BuildConfig(), progress or Progress()
     wanted = None if quality is None else quality.read()
     with stage(Path(engine), force) as staging:
@@ -123,9 +125,10 @@ def build_engine(
         tokenizer = checkpoint.tokenizer()
         with facts.InputHashes(checkpoint) as inputs:  # reads the files while Python traces
             compiled = compile_model(checkpoint, config, progress)
+            heads = open_heads(config, compiled.steps, compiled.target.name)
             check_disk(compiled.estimate, staging.path, work_path(Path(engine)))
             progress.step("hashing the model")
-            hashes = inputs.result() | _adapter_files(config)
+            hashes = inputs.result() | _adapter_files(config) | _head_files(heads)
         if config.locked is not None:
             locked.check(config.locked, hashes, facts.versions())
         with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization, text):
@@ -138,6 +141,8 @@ def build_engine(
             write_manifest(staging, contents)
             progress.step("recording golden prompts")
             write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
+            if heads is not None:
+                contents = add_heads(heads, staging, contents, compiled, config, text, progress)
             found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
             report = write_report(staging, contents, found)
             write_manifest(staging, contents)
@@ -164,6 +169,10 @@ def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) 
     for warning in checkpoint.warnings:
         progress.note(warning)
     return checkpoint if config.lora is None else merge(checkpoint, read_adapter(config.lora))
+
+
+def _head_files(heads: HeadsToBuild | None) -> dict[str, dict[str, Any]]:
+    return {} if heads is None else {f"medusa/{name}": dict(entry) for name, entry in heads.heads.files.items()}
 
 
 def _adapter_files(config: BuildConfig) -> dict[str, dict[str, Any]]:

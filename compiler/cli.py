@@ -45,6 +45,23 @@ QUALITY = (
 @click.option("--max-batch-tokens", type=click.IntRange(1), default=512, show_default=True, help="Tokens of a step.")
 @click.option("--max-sequences", type=click.IntRange(1), default=64, show_default=True, help="That run at one time.")
 @click.option("--lora", type=click.Path(path_type=Path), help="A LoRA adapter (PEFT) to merge into the weights.")
+@click.option(
+    "--medusa", type=click.Path(path_type=Path), help="Medusa heads (`llmc medusa train`) to put into the engine."
+)
+@click.option(
+    "--medusa-tree",
+    default="auto",
+    show_default=True,
+    metavar="TREE",
+    help="Guesses that are tried: auto (measured on the calibration text), chain:N, or a .json file of paths.",
+)
+@click.option(
+    "--medusa-cost",
+    type=click.Choice(["default", "measure"]),
+    default="default",
+    show_default=True,
+    help="What auto weighs gains against: a table of the target, or times of steps on this machine.",
+)
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
 @quantization_options
 @options(QUALITY)
@@ -180,6 +197,7 @@ FREE_OF_LOCK = (
     "locked",
     "calib",
     "reuse",
+    "medusa",
     "eval",
     "eval_prompts",
     "allow_hard_links",
@@ -201,7 +219,7 @@ def _locked(given: dict[str, Any]) -> BuildConfig:
         if name not in FREE_OF_LOCK and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             option = next((o.opts[-1] for o in context.command.params if o.name == name), name)
             raise UsageError(f"{option}: --locked repeats a build as it was; leave the option away")
-    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links", "lora")}
+    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links", "lora", "medusa")}
     return BuildConfig(**(locked.options_of(given["locked"]) | kept))
 
 

@@ -53,6 +53,8 @@ class BuildConfig:
     ``self``; ``calib_samples`` 0: as many as the text has, up to 128; ``calib_length`` None: 512, or what the engine
     takes if that is less. ``reuse``: an engine whose quantized weights are taken over if they would come out the same.
     ``lora``: a LoRA adapter that is merged into the weights first.
+    ``medusa``: Medusa heads to put into the engine; ``medusa_tree``: auto, chain:N or a file of paths; ``medusa_cost``:
+    what the tree is chosen by, the target's ``default`` table or to ``measure`` steps here.
     ``locked``: the recipe.json of an engine that has to come out again; see compiler/quantize/locked.py.
     """
 
@@ -78,12 +80,19 @@ class BuildConfig:
     reuse: Path | None = None
     locked: Path | None = None
     lora: Path | None = None
+    medusa: Path | None = None
+    medusa_tree: str = "auto"
+    medusa_cost: str = "default"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))
         for option, value, known in (("--dtype", self.dtype, DTYPES), ("--kv-dtype", self.kv_dtype, KV_DTYPES)):
             if value not in ("auto", *known):
                 raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(known)}")
+        if self.medusa_cost not in ("default", "measure"):
+            raise UsageError(f"--medusa-cost {self.medusa_cost}: unknown; known: default, measure")
+        if self.medusa is None and (self.medusa_tree, self.medusa_cost) != ("auto", "default"):
+            raise UsageError("--medusa-tree and --medusa-cost belong to --medusa HEADS")
         Limits(self.max_seq_len or 1, self.max_batch_tokens, self.max_sequences)
         _ = self.quantization_recipe  # refuses methods and options that don't exist
 

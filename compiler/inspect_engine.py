@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from llmc.compiler.medusa.tree import shown
 from llmc.plugins import all_ops
 from llmc.runtime.engine import Engine
 from llmc.runtime.plan import Step
@@ -28,6 +29,8 @@ def describe(engine: Engine) -> dict[str, Any]:
         "bits_per_weight": _report(engine).get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "kv_dtype": engine.kv_cache.dtype,
         "kv_centred": "yes" if any(_is_centred(step) for step in engine.plan.steps) else "no",
+        "medusa": None if engine.heads is None else shown(engine.heads.tree),
+        "medusa_expected": _report(engine).get("medusa", {}).get("expected"),
         "limits": asdict(engine.limits),
         "model_limit": model.max_position_embeddings,
         "rope": model.rope,

@@ -30,12 +30,14 @@ class LoweredGraph:
     """The steps of a model before its buffers are placed: what quantization rewrites.
 
     ``logits`` is the view that they end in. ``weights`` may hold more than the steps read.
+    ``given``: buffers that are written from outside before the first step.
     """
 
     steps: Sequence[LoweredStep]
     logits: View
     weights: Mapping[str, Tensor]
     kv_slots: Mapping[int, KvSlot]
+    given: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def plan_steps(lowered: LoweredGraph, target: Target, limits: Limits) -> Lowered
     Raises:
         CompileError: the steps contradict each other, or the target has no kernel for one.
     """
-    arena = memory.plan_arena(lowered.steps, [lowered.logits.buffer], limits.max_batch_tokens, target.alignment)
+    arena = memory.plan_arena(
+        lowered.steps, [lowered.logits.buffer], limits.max_batch_tokens, target.alignment, lowered.given
+    )
     plan = _plan(lowered, arena)
     used = {value.base for value in plan.values if value.storage is Storage.WEIGHT}
     model = LoweredModel(plan, {name: weight for name, weight in lowered.weights.items() if name in used})
@@ -189,6 +193,7 @@ def _plan(lowered: LoweredGraph, arena: memory.Arena) -> Plan:
         inputs = tuple(None if view is None else name_of(view) for view in step.inputs)
         outputs = tuple(name_of(view) for view in step.outputs)
         plan_steps.append(Step(step.op, inputs, outputs, step.attributes, step.module))
+    logits = name_of(lowered.logits)
     slots = lowered.kv_slots
     if sorted(slots) != list(range(len(slots))):
         raise CompileError(f"the attention ops use the slots {sorted(slots)}, expected 0 to {len(slots) - 1}")
@@ -196,6 +201,6 @@ def _plan(lowered: LoweredGraph, arena: memory.Arena) -> Plan:
         tuple(values),
         tuple(plan_steps),
         arena.nbytes,
-        name_of(lowered.logits),
+        logits,
         tuple(slots[number] for number in range(len(slots))),
     )

@@ -26,15 +26,22 @@ class _Lifetime:
     last: int
 
 
-def plan_arena(steps: Sequence[LoweredStep], kept: Sequence[Buffer], max_tokens: int, alignment: int = 64) -> Arena:
+def plan_arena(
+    steps: Sequence[LoweredStep],
+    kept: Sequence[Buffer],
+    max_tokens: int,
+    alignment: int = 64,
+    given: Sequence[Buffer] = (),
+) -> Arena:
     """Offsets for steps of up to ``max_tokens`` tokens and as many logit rows.
 
-    The largest buffers are placed first, each as low as it fits. ``kept`` (the logits) outlive the last step.
+    The largest buffers are placed first, each as low as it fits. ``kept`` (the logits) outlive the last step,
+    ``given`` are there before the first.
 
     Raises:
         CompileError: a step reads what no step has written.
     """
-    lifetimes = _lifetimes(steps, kept)
+    lifetimes = _lifetimes(steps, kept, given)
     owner = _share(steps, lifetimes)
     merged: dict[Buffer, _Lifetime] = {}
     for buffer, life in lifetimes.items():
@@ -54,7 +61,7 @@ def plan_arena(steps: Sequence[LoweredStep], kept: Sequence[Buffer], max_tokens:
             placed[step].append(buffer)
     total = max((offsets[buffer] + sizes[buffer] for buffer in offsets), default=0)
     arena = Arena({buffer: offsets[_root(owner, buffer)] for buffer in lifetimes}, total)
-    verify_arena(steps, kept, arena, max_tokens)
+    verify_arena(steps, kept, arena, max_tokens, given)
     return arena
 
 
@@ -63,14 +70,22 @@ def buffer_bytes(buffer: Buffer, max_tokens: int) -> int:
     return buffer.elements.at(max_tokens, max_tokens) * DTYPES[buffer.dtype]
 
 
-def verify_arena(steps: Sequence[LoweredStep], kept: Sequence[Buffer], arena: Arena, max_tokens: int) -> None:
+def verify_arena(
+    steps: Sequence[LoweredStep],
+    kept: Sequence[Buffer],
+    arena: Arena,
+    max_tokens: int,
+    given: Sequence[Buffer] = (),
+) -> None:
     """Replay the steps: what a step reads must still be there, byte for byte.
 
     Raises:
         CompileError: a step reads memory that another buffer has overwritten.
     """
-    readers = _lifetimes(steps, kept)
+    readers = _lifetimes(steps, kept, given)
     live: dict[Buffer, tuple[int, int]] = {}
+    for buffer in given:
+        live[buffer] = (arena.offsets[buffer], arena.offsets[buffer] + buffer_bytes(buffer, max_tokens))
     for index, step in enumerate(steps):
         for view in step.inputs:
             if view is not None and _in_arena(view) and view.buffer not in live:
@@ -89,8 +104,10 @@ def verify_arena(steps: Sequence[LoweredStep], kept: Sequence[Buffer], arena: Ar
             del live[buffer]
 
 
-def _lifetimes(steps: Sequence[LoweredStep], kept: Sequence[Buffer]) -> dict[Buffer, _Lifetime]:
-    lifetimes: dict[Buffer, _Lifetime] = {}
+def _lifetimes(
+    steps: Sequence[LoweredStep], kept: Sequence[Buffer], given: Sequence[Buffer] = ()
+) -> dict[Buffer, _Lifetime]:
+    lifetimes = {buffer: _Lifetime(0, 0) for buffer in given}
     for index, step in enumerate(steps):
         for view in step.inputs:
             if view is not None and _in_arena(view):

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from llmc.errors import EngineError
 from llmc.plugins.paged_attention.storage import bytes_per_position
+from llmc.runtime import heads as heads_file
 from llmc.runtime import manifest as manifest_file
 from llmc.runtime import plan_file, strict
+from llmc.runtime.heads import EngineHeads
 from llmc.runtime.manifest import FileEntry, KvCacheSpec, Limits, Manifest, ModelFacts
 from llmc.runtime.plan import Plan
 from llmc.runtime.safetensors_file import Header, read_header
@@ -66,6 +68,8 @@ class Engine:
     """SHA-256 of engine.json, which holds those of all other files."""
     _texts: Mapping[str, bytes]
     _mapping: mmap.mmap
+    heads: EngineHeads | None = None
+    """Medusa heads, if it was built with some."""
 
     @property
     def limits(self) -> Limits:
@@ -161,15 +165,31 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
         manifest = Manifest.from_bytes(text, str(path / manifest_file.NAME))
         _require(manifest, path)
         texts = {}
-        with _mapped_weights(directory, manifest.files[WEIGHTS], path) as (mapped, header):
-            for name in sorted(manifest.files.keys() - {WEIGHTS}):
+        with _mapped_weights(directory, WEIGHTS, manifest.files[WEIGHTS], path) as (mapped, header):
+            for name in sorted(manifest.files.keys() - {WEIGHTS, heads_file.WEIGHTS}):
                 content = _read_small(directory, name, path)
                 _check(content, manifest.files[name], path / name)
                 texts[name] = content
             weights = _views(mapped, header)
             shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
             plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
-    return Engine(path, manifest, plan, weights, digest, texts, mapped)
+        heads = _heads(directory, manifest, texts, weights, path)
+    return Engine(path, manifest, plan, weights, digest, texts, mapped, heads)
+
+
+def _heads(
+    directory: int, manifest: Manifest, texts: Mapping[str, bytes], weights: Mapping[str, Weight], path: Path
+) -> EngineHeads | None:
+    missing = [name for name in heads_file.FILES if name not in manifest.files]
+    if len(missing) == len(heads_file.FILES):
+        return None
+    if missing:
+        raise EngineError(f"{path}: has Medusa heads, but no {missing[0]}; build the engine anew")
+    name = heads_file.WEIGHTS
+    with _mapped_weights(directory, name, manifest.files[name], path) as (mapped, header):
+        own = _views(mapped, header)
+    plan, tree = texts[heads_file.PLAN], texts[heads_file.TREE]
+    return heads_file.read_heads(plan, tree, own, weights, manifest.limits, str(path))
 
 
 def read_manifest(path: Path | str) -> Manifest:
@@ -270,13 +290,13 @@ def _check_digest(found: str, expected: FileEntry, path: Path) -> None:
 
 
 @contextmanager
-def _mapped_weights(directory: int, expected: FileEntry, path: Path) -> Iterator[tuple[mmap.mmap, Header]]:
+def _mapped_weights(directory: int, name: str, expected: FileEntry, path: Path) -> Iterator[tuple[mmap.mmap, Header]]:
     """The digest is computed in another thread meanwhile, and compared at the end.
 
     The size is checked before the file is mapped: a mapping that is longer than its file crashes when it is read.
     """
-    where = path / WEIGHTS
-    with _open(directory, WEIGHTS, path) as fd:
+    where = path / name
+    with _open(directory, name, path) as fd:
         if (size := os.fstat(fd).st_size) != expected.size:
             raise EngineError(f"{where}: expected {expected.size} bytes, found {size}; the file is damaged")
         header = read_header(fd, str(where))

@@ -14,6 +14,8 @@ from llmc.runtime.plan import BATCH_INPUTS, DTYPES, MAX_DIMS, Dim, Plan, Storage
 
 NAME = "plan.json"
 
+ROWS = Dim(rows=1)
+
 MAX_ELEMENTS = 1 << 48
 """More elements than any machine holds; products up to its square still fit into Python's and the kernels' ints."""
 
@@ -32,7 +34,13 @@ def to_bytes(plan: Plan) -> bytes:
     return ("{\n " + ",\n ".join(lines) + "\n}\n").encode()
 
 
-def from_bytes(text: bytes, weights: Mapping[str, tuple[str, tuple[int, ...]]], limits: Limits, where: str) -> Plan:
+def from_bytes(
+    text: bytes,
+    weights: Mapping[str, tuple[str, tuple[int, ...]]],
+    limits: Limits,
+    where: str,
+    logits: Dim = ROWS,
+) -> Plan:
     """Parse and check a plan.
 
     Args:
@@ -40,6 +48,7 @@ def from_bytes(text: bytes, weights: Mapping[str, tuple[str, tuple[int, ...]]], 
         weights: dtype and shape of each tensor in weights.safetensors.
         limits: what the engine was built for.
         where: the path, for messages.
+        logits: how many rows of them there are.
 
     Raises:
         EngineError: the plan contradicts itself, its weights or the ops of this build.
@@ -47,7 +56,7 @@ def from_bytes(text: bytes, weights: Mapping[str, tuple[str, tuple[int, ...]]], 
     plan: Plan = strict.load(Plan, strict.parse_json(text, where), where)
     _check_values(plan, weights, limits, where)
     _check_steps(plan, where)
-    _check_logits(plan, where)
+    _check_logits(plan, logits, where)
     for slot in plan.kv_slots:
         if (
             min(slot.kv_heads, slot.key_dim, slot.value_dim) < 1
@@ -164,7 +173,9 @@ def _check_attributes(found: Mapping[str, Any], op: Op, kv_slots: int, spot: str
             raise EngineError(f"{spot}: slot {value} of {kv_slots}")
 
 
-def _check_logits(plan: Plan, where: str) -> None:
+def _check_logits(plan: Plan, rows: Dim, where: str) -> None:
     names = [v for v in plan.values if v.name == plan.logits]
-    if not names or names[0].dtype != "float32" or len(names[0].shape) != 2 or names[0].shape[0] != Dim(rows=1):
-        raise EngineError(f"{where}: logits is {plan.logits!r}, which is no float32 [N, vocabulary] value")
+    if not names or names[0].dtype != "float32" or len(names[0].shape) != 2 or names[0].shape[0] != rows:
+        raise EngineError(
+            f"{where}: logits is {plan.logits!r}, which is no float32 [{rows.rows} * N, vocabulary] value"
+        )

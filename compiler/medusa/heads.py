@@ -69,13 +69,13 @@ class Heads:
         return self.heads[0].output is None
 
 
-def read_heads(path: Path, hidden: int, vocabulary: int) -> Heads:
+def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool = False) -> Heads:
     """Open a checkpoint of heads for a model with this hidden size and vocabulary. The numbers are read later.
 
     Raises:
         CheckpointError: files are missing or pickles, or tensors are missing, left over or of another size.
     """
-    directory = ModelDirectory(path)
+    directory = ModelDirectory(path, allow_hard_links)
     name = _file_name(directory)
     count, layers = _sizes(directory)
     tensors = _Tensors(SafetensorsFile(directory, name), str(path / name), f"{count} heads of {layers} blocks")

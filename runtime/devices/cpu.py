@@ -126,6 +126,13 @@ class CpuExecutor:
             for observer in self._observers:
                 observer.add(batch, begin, end, times)
 
+    def run_on(self, batch: Batch, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits of a plan whose first steps read a value that is written from outside; valid until the next run."""
+        self.run(batch, 0)
+        self._native.view(self._index[name])[:] = rows
+        self._native.resume(0, len(self.plan.steps))
+        return self._native.view(self._logits)
+
     def observe(self, observer: Observer) -> None:
         """Tell it of every run from now on, and when each step of the plan began and ended."""
         self._observers.append(observer)

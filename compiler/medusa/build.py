@@ -1,0 +1,235 @@
+"""Puts heads into an engine that is being built: their plan and weights, and the tree that they are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.compiler import safetensors_writer
+from llmc.compiler.engine_writer import EngineContents, to_json, write_manifest
+from llmc.compiler.lower import LoweredGraph, LoweredModel
+from llmc.compiler.medusa.collect import Features, hidden_rows
+from llmc.compiler.medusa.heads import Heads, read_heads
+from llmc.compiler.medusa.lowering import describe, lower_heads, output_step
+from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
+from llmc.compiler.progress import Progress
+from llmc.compiler.quantize import locked
+from llmc.compiler.quantize.build import describe as describe_text
+from llmc.compiler.staging import Staging
+from llmc.errors import CompileError, UsageError
+from llmc.plugins import kernels
+from llmc.quantization.calibration import Calibration
+from llmc.runtime import plan_file, strict
+from llmc.runtime.batch import Batch, EmbeddingExecutor
+from llmc.runtime.heads import PLAN, TREE, WEIGHTS, HeadTree
+from llmc.runtime.llm import LLM
+from llmc.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from llmc.compiler.api import Compiled
+    from llmc.compiler.config import BuildConfig
+    from llmc.compiler.safetensors_writer import Tensor
+    from llmc.quantization.base import Method
+
+TEXTS, PROMPT, ANSWER = 16, 64, 128
+"""What acceptance is measured on: so many windows of the calibration begin so, and are continued greedily."""
+
+COST_ROWS = (1, 2, 4, 8, 16, 32, 64)
+COST_CONTEXT, COST_ROUNDS = 128, 7
+"""Tokens in the cache while steps are timed, and how often each is."""
+
+
+@dataclass(frozen=True)
+class HeadsToBuild:
+    """Heads that were read and looked at before anything else is done. ``tree`` None: it is to be chosen."""
+
+    heads: Heads
+    tree: HeadTree | None
+    cost: Cost | None
+    """None: to be measured."""
+    locked: Mapping[str, Any] | None
+
+
+def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsToBuild | None:
+    """Read the heads that the build is asked to include; None if it isn't.
+
+    Raises:
+        CheckpointError: they are damaged, or of another model.
+        UsageError: the tree is none.
+    """
+    section = None if config.locked is None else locked.read(config.locked).get("medusa")
+    if config.medusa is None:
+        if section is not None:
+            raise UsageError(f"--locked {config.locked}: that engine has Medusa heads; give them with --medusa HEADS")
+        return None
+    if config.locked is not None and section is None:
+        raise UsageError(f"--medusa: the build of {config.locked} had no heads; leave the option away")
+    last = output_step(steps)
+    assert last.inputs[0] is not None, "a product has an input"
+    hidden, vocabulary = last.inputs[0].shape[-1].constant, last.outputs[0].shape[-1].constant
+    heads = read_heads(config.medusa, hidden, vocabulary, config.allow_hard_links)
+    if section is not None:
+        where = f"--locked {config.locked}: medusa"
+        tree = strict.load(HeadTree, section.get("tree"), where)
+        tree.check(where, UsageError)
+        return HeadsToBuild(heads, tree, read_cost(section.get("cost"), where), section)
+    cost = None if config.medusa_cost == "measure" else COSTS[target]
+    return HeadsToBuild(heads, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
+
+
+def add_heads(
+    wanted: HeadsToBuild,
+    staging: Staging,
+    contents: EngineContents,
+    compiled: Compiled,
+    config: BuildConfig,
+    text: Callable[[], Calibration],
+    progress: Progress,
+) -> EngineContents:
+    """Write the files of the heads into an engine that is complete otherwise; what is recorded of them is added.
+
+    Raises:
+        CompileError: the heads can't be lowered.
+        UsageError: there is no text to choose a tree on.
+    """
+    progress.step("adding Medusa heads")
+    lowered, own, method = _lowered(wanted.heads, contents, compiled, config)
+    staging.write(PLAN, plan_file.to_bytes(lowered.plan))
+    staging.write_stream(WEIGHTS, safetensors_writer.pieces(safetensors_writer.order(own)))
+    first = wanted.tree or HeadTree(len(wanted.heads.heads), ((0,),))
+    staging.write(TREE, to_json(strict.dump(first)))
+    write_manifest(staging, contents)
+    read = sum(tensor.nbytes for tensor in lowered.weights.values())
+    share = read / sum(tensor.nbytes for tensor in contents.weights)
+    section = wanted.locked or _chosen(wanted, staging.path, share, config, text, progress)
+    tree = strict.load(HeadTree, section["tree"], TREE)
+    staging.write(TREE, to_json(strict.dump(tree)))
+    report = {
+        **section,
+        "shown": shown(tree),
+        "heads": len(wanted.heads.heads),
+        "layers": len(wanted.heads.heads[0].blocks),
+        "tied": wanted.heads.is_tied,
+        "quantization": describe(method),
+        "own_bytes": sum(tensor.nbytes for tensor in own),
+        "read_bytes": read,
+    }
+    contents = replace(
+        contents, recipe={**contents.recipe, "medusa": section}, report={**contents.report, "medusa": report}
+    )
+    staging.write("recipe.json", to_json(contents.recipe))
+    write_manifest(staging, contents)
+    return contents
+
+
+def _lowered(
+    heads: Heads, contents: EngineContents, compiled: Compiled, config: BuildConfig
+) -> tuple[LoweredModel, list[Tensor], Method | None]:
+    """The plan, the weights that only the heads have, and how those are quantized."""
+    weight = output_step(compiled.steps).inputs[1]
+    assert weight is not None, "a product has a weight"
+    linear = contents.linears.weights.get(weight.buffer.name)
+    recipe = config.quantization_recipe
+    method = None if recipe is None else recipe.method
+    factors: Sequence[float] = () if linear is None else linear.columns
+    lowered = lower_heads(
+        heads, compiled.steps, factors, compiled.dtype, method, config.compute, compiled.target, compiled.limits
+    )
+    shared = {tensor.name for tensor in contents.weights}
+    return lowered, [tensor for name, tensor in lowered.weights.items() if name not in shared], method
+
+
+def _chosen(
+    wanted: HeadsToBuild,
+    engine: Path,
+    share: float,
+    config: BuildConfig,
+    text: Callable[[], Calibration],
+    progress: Progress,
+) -> dict[str, Any]:
+    """The section of recipe.json. ``share``: bytes that the heads read, as a part of those of the model."""
+    cost = wanted.cost or _measured_cost(engine, progress)
+    section: dict[str, Any] = {
+        "asked": "file" if config.medusa_tree.endswith(".json") else config.medusa_tree,
+        "cost": [list(pair) for pair in cost],
+        "cost_source": "default" if wanted.cost else "measured",
+    }
+    if wanted.tree is not None:
+        return section | {"tree": strict.dump(wanted.tree)}
+    calibration = text()
+    ranks = _ranks(engine, calibration.tokens, progress)
+    choice = choose(ranks, cost, round(share * step_cost(cost, len(wanted.heads.heads)), 4))
+    expected = {"tokens_per_step": choice.tokens_per_step, "speedup": choice.speedup, "places": len(ranks)}
+    return section | {
+        "tree": strict.dump(choice.tree),
+        "expected": expected,
+        "calibration": describe_text(calibration, config.calibration),
+        "isa": kernels.best_isa(),
+    }
+
+
+def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDArray[np.int64]:
+    """Which candidate of each head was right, [places, heads], in what the engine itself writes."""
+    from llmc.runtime.speculative.medusa import HeadRunner
+
+    llm = LLM(engine, prefix_cache=False)
+    try:
+        assert llm.engine is not None, "it was loaded"
+        if not isinstance(llm.executor, EmbeddingExecutor):
+            raise UsageError("LLMC_REFERENCE=1 runs no heads; leave it away, or give a tree")
+        runner = HeadRunner(llm.engine)
+        context = llm.engine.limits.max_seq_len
+        length = max(1, min(PROMPT, windows.shape[1], context // 2))
+        prompts = [list(map(int, window[:length])) for window in windows[:TEXTS]]
+        progress.step("measuring Medusa heads", len(prompts), "texts")
+        params = SamplingParams(max_tokens=min(ANSWER, context - length), ignore_eos=True)
+        results = llm.generate(prompts, params)
+        found = []
+        for prompt, result in zip(prompts, results, strict=True):
+            answer = list(result.token_ids)
+            rows = np.concatenate(list(hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], length - 1)))
+            tokens = np.array(answer, np.int32)
+            targets = Features(rows, tokens, np.zeros(len(answer), np.int32)).targets(runner.tree.heads)
+            right = runner.best(rows, RANKS) == targets.T[:, :, None]
+            ranks = np.where(right.any(-1), right.argmax(-1), RANKS).T
+            found.append(ranks[(targets >= 0).all(1)])
+            progress.advance(1)
+    finally:
+        llm.close()
+    places = np.concatenate(found)
+    if not len(places):
+        raise CompileError("--medusa-tree auto: the engine is too short to try heads; give a tree, such as chain:1")
+    return places
+
+
+def _measured_cost(engine: Path, progress: Progress) -> Cost:
+    """Times of steps on this machine, those of different sizes in turn; the least of each counts."""
+    llm = LLM(engine, prefix_cache=False)
+    progress.step("measuring steps")
+    try:
+        assert llm.engine is not None, "it was loaded"
+        limits, size = llm.engine.limits, llm.engine.kv_cache.block_size
+        most = min(limits.max_batch_tokens, limits.max_seq_len)
+        sizes = [rows for rows in COST_ROWS if rows <= most]
+        if len(sizes) < 2:
+            raise UsageError("--medusa-cost measure: the engine takes one row a step; use larger limits")
+        computed = min(COST_CONTEXT, limits.max_seq_len - sizes[-1])
+        tables = np.arange(-(-(computed + sizes[-1]) // size), dtype=np.int32)[None]
+        least = dict.fromkeys(sizes, float("inf"))
+        for _ in range(COST_ROUNDS):
+            for rows in sizes:
+                numbers = np.arange(rows, dtype=np.int32)
+                ends, start = np.array([0, rows], np.int32), np.array([computed], np.int32)
+                batch = Batch(np.zeros(rows, np.int32), numbers + computed, numbers, ends, start, tables)
+                begin = time.perf_counter()
+                llm.executor.step(batch)
+                least[rows] = min(least[rows], time.perf_counter() - begin)
+    finally:
+        llm.close()
+    return tuple((rows, round(least[rows] / least[1], 3)) for rows in sizes)

@@ -1,0 +1,177 @@
+"""Lowers heads to a plan of their own, which takes what goes into the output layer and shares that layer if tied."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmc.compiler import weights
+from llmc.compiler.engine_writer import ArrayTensor
+from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
+from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
+from llmc.compiler.lowering.values import Buffer, View, contiguous
+from llmc.compiler.medusa.heads import Heads
+from llmc.compiler.quantize.decisions import MIN_NUMBERS, compute_of, method_text, x_group_of
+from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
+from llmc.compiler.quantize.sites import weight_view
+from llmc.compiler.weights import Array, Cast, WeightSource
+from llmc.errors import CompileError
+from llmc.plugins.quantized_linear import packing
+from llmc.quantization.base import Method, Statistics
+from llmc.quantization.rtn import Rtn
+from llmc.runtime.heads import HIDDEN
+from llmc.runtime.plan import Dim, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llmc.compiler.config import Limits
+    from llmc.compiler.targets.base import Target
+
+
+def output_step(graph: LoweredGraph) -> LoweredStep:
+    """The product that makes the logits.
+
+    Raises:
+        CompileError: there is none.
+    """
+    wanted: View | None = graph.logits
+    for step in reversed(graph.steps):
+        if wanted is not None and any(view.buffer is wanted.buffer for view in step.outputs):
+            if step.op in ("linear", "quantized_linear"):
+                return step
+            wanted = step.inputs[0]
+    raise CompileError("--medusa: the model's logits are not made by a product with a weight, which heads could share")
+
+
+def lower_heads(
+    heads: Heads,
+    model: LoweredGraph,
+    factors: Sequence[float],
+    dtype: str,
+    method: Method | None,
+    compute: str,
+    target: Target,
+    limits: Limits,
+) -> LoweredModel:
+    """The plan of the heads, and all weights that it reads, those of the model too.
+
+    Args:
+        heads: the checkpoint.
+        model: the steps of the model, as they will be run.
+        factors: what the input of its output layer is divided by, () if it is not.
+        dtype: of the weights.
+        method: how the weights of the model are quantized; those of the heads are rounded to the same format.
+        compute: what products with quantized weights compute with.
+        target: what it is built for.
+        limits: of the engine.
+    """
+    last = output_step(model)
+    assert last.inputs[0] is not None, "a product has an input"
+    build = _Build(last.inputs[0].shape[-1].constant, dtype)
+    count = len(heads.heads)
+    rows = build.buffer("rows", Dim(rows=count), build.width)
+    for number, head in enumerate(heads.heads):
+        build.head(number, [(b.weight, b.bias) for b in head.blocks], _part(rows, number))
+    logits = build.buffer("logits", Dim(rows=count), last.outputs[0].shape[-1].constant)
+    shared = {}
+    if heads.is_tied:
+        if factors:
+            inverse = 1 / np.array(factors, np.float32)
+            view = build.weight("medusa.input_scale", Array(inverse))
+            spread = View(view.buffer, rows.shape, (Dim(0), Dim(1)))
+            scaled = build.buffer("scaled", Dim(rows=count), build.width)
+            build.steps.append(LoweredStep("elementwise", (rows, spread), (scaled,), {"function": "mul"}, "medusa"))
+            rows = scaled
+        build.steps.append(LoweredStep(last.op, (rows, *last.inputs[1:]), (logits,), last.attributes, "medusa"))
+        names = {view.buffer.name for view in last.inputs[1:] if view is not None}
+        shared = {name: tensor for name, tensor in model.weights.items() if name in names}
+    else:
+        for number, head in enumerate(heads.heads):
+            assert head.output is not None, "they are not tied"
+            build.linear(f"medusa.{number}.output", _part(rows, number), head.output, None, _part(logits, number))
+    graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=(build.hidden.buffer,))
+    if method is not None:
+        graph = _quantized(graph, build.matrices, method, compute)
+    few = replace(limits, max_batch_tokens=limits.max_sequences)
+    return plan_steps(graph, target, few)
+
+
+class _Build:
+    def __init__(self, width: int, dtype: str) -> None:
+        self.width, self.dtype = width, dtype
+        self.steps: list[LoweredStep] = []
+        self.weights: dict[str, Any] = {}
+        self.matrices: dict[str, WeightSource] = {}
+        """Those of the heads, that may be quantized."""
+        self.hidden = self.buffer(HIDDEN, Dim(rows=1), width)
+
+    def buffer(self, name: str, rows: Dim, width: int) -> View:
+        """A new [rows, width]."""
+        shape = (rows, Dim(width))
+        return View(Buffer(name, Storage.ARENA, "float32", rows * width), shape, contiguous(shape))
+
+    def weight(self, name: str, source: WeightSource) -> View:
+        """A float32 vector."""
+        self.weights[name] = PackedWeight(name, source if source.dtype == "float32" else Cast(source, "float32"))
+        return weight_view(self.weights[name])
+
+    def linear(self, name: str, x: View, weight: WeightSource, bias: View | None, y: View) -> None:
+        self.matrices[name] = weight
+        source = weight if weight.dtype == self.dtype else Cast(weight, self.dtype)
+        self.weights[name] = PackedWeight(name, source, panels=True)
+        self.steps.append(LoweredStep("linear", (x, weight_view(self.weights[name]), bias), (y,), {}, "medusa"))
+
+    def head(self, number: int, blocks: Sequence[tuple[WeightSource, WeightSource]], out: View) -> None:
+        """X + silu(W x + b) for each block, the last one into ``out``."""
+        x = self.hidden
+        for layer, (weight, bias) in enumerate(blocks):
+            name = f"medusa.{number}.{layer}"
+            y, z = (self.buffer(f"{name}.{kind}", Dim(rows=1), self.width) for kind in ("linear", "silu"))
+            self.linear(f"{name}.weight", x, weight, self.weight(f"{name}.bias", bias), y)
+            result = out if layer == len(blocks) - 1 else self.buffer(name, Dim(rows=1), self.width)
+            self.steps.append(LoweredStep("elementwise", (y,), (z,), {"function": "silu"}, "medusa"))
+            self.steps.append(LoweredStep("elementwise", (x, z), (result,), {"function": "add"}, "medusa"))
+            x = result
+
+
+def _part(view: View, number: int) -> View:
+    """The rows of one head."""
+    width = view.shape[1]
+    return View(view.buffer, (Dim(rows=1), width), view.strides, width * Dim(rows=number))
+
+
+def rounding(method: Method) -> Method:
+    """What gives the weights of heads the format of a method, which may need to know more than there is to know."""
+    if method.needs is Statistics.NONE:
+        return method
+    scheme = method.weights
+    return Rtn(bits=scheme.bits, group=scheme.group, sym=scheme.symmetric)
+
+
+def describe(method: Method | None) -> str:
+    """For the report."""
+    return "none" if method is None else method_text(rounding(method))
+
+
+def _quantized(graph: LoweredGraph, matrices: dict[str, WeightSource], method: Method, compute: str) -> LoweredGraph:
+    """With the weights of the heads rounded, but for the smallest."""
+    made, scheme = {}, method.weights
+    chosen = compute_of(method, compute)
+    for name, source in matrices.items():
+        if source.shape[0] * source.shape[1] < MIN_NUMBERS:
+            continue
+        found, _ = rounding(method).quantize(weights.read(source).astype(np.float32), name=name)
+        scale = packing.pack_scales(found.scale, packing.scale_dtype(found.scale))
+        tensors = {
+            CODES: ArrayTensor(name, packing.pack(scheme.format, scheme.group, found.codes)),
+            SCALE: ArrayTensor(name + SCALE, scale),
+        }
+        if found.zero is not None:
+            tensors[ZERO] = ArrayTensor(name + ZERO, packing.pack_scales(found.zero, found.zero.dtype.name))
+        made[name] = QuantizedWeight(
+            scheme.format, scheme.group, chosen, x_group_of(method, chosen), tensors, source.shape[1]
+        )
+    return replace_weights(graph, made)

@@ -1,0 +1,94 @@
+"""Medusa heads of an engine: the files that hold them, read with checks, and the tree that they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmc.errors import EngineError
+from llmc.runtime import plan_file, strict
+from llmc.runtime.manifest import Limits
+from llmc.runtime.plan import Dim, Plan
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Weight
+
+PLAN, WEIGHTS, TREE = "medusa/plan.json", "medusa/weights.safetensors", "medusa/tree.json"
+FILES = (PLAN, WEIGHTS, TREE)
+HIDDEN = "hidden"
+"""The value of the plan that is written from outside: [N, hidden size]."""
+
+MOST_NODES, MOST_RANKS = 256, 64
+
+
+@dataclass(frozen=True)
+class HeadTree:
+    """Which guesses are tried.
+
+    Attributes:
+        heads: how many there are; head k speaks of the token k places after the one that the model itself gave.
+        paths: the nodes, best first; a node is the rank of the candidate of each head on the way to it.
+        accuracy: measured, of each head, the share of tokens that had rank 0, 1, ...; empty: not measured.
+    """
+
+    heads: int
+    paths: tuple[tuple[int, ...], ...]
+    accuracy: tuple[tuple[float, ...], ...] = ()
+
+    def check(self, where: str, error: type[Exception] = EngineError) -> None:
+        """Raise an error if it is no tree for these heads."""
+        if not self.paths or len(self.paths) > MOST_NODES:
+            raise error(f"{where}: {len(self.paths)} paths, expected 1 to {MOST_NODES}")
+        known: set[tuple[int, ...]] = {()}
+        for path in self.paths:
+            if not 1 <= len(path) <= self.heads:
+                raise error(f"{where}: path {list(path)} has {len(path)} tokens, but there are {self.heads} heads")
+            if not all(0 <= rank < MOST_RANKS for rank in path):
+                raise error(f"{where}: path {list(path)}: a rank is 0 to {MOST_RANKS - 1}")
+            if path in known or path[:-1] not in known:
+                what = "is there twice" if path in known else f"comes before {list(path[:-1])}, below which it hangs"
+                raise error(f"{where}: path {list(path)} {what}")
+            known.add(path)
+
+    @property
+    def depth(self) -> int:
+        """Of the longest path."""
+        return max(map(len, self.paths))
+
+
+@dataclass(frozen=True)
+class EngineHeads:
+    """What an engine has besides its model. ``plan``: `HIDDEN` -> logits [heads * N, V], row k * N + n of row n."""
+
+    plan: Plan
+    weights: Mapping[str, Weight]
+    tree: HeadTree
+
+
+def read_heads(
+    plan: bytes, tree: bytes, own: Mapping[str, Weight], shared: Mapping[str, Weight], limits: Limits, where: str
+) -> EngineHeads:
+    """Parse and check.
+
+    Args:
+        plan: content of the file.
+        tree: the same.
+        own: weights of the heads.
+        shared: those of the model, which the plan may name too.
+        limits: of the engine; the heads take as many rows as it runs sequences.
+        where: the engine's path, for messages.
+
+    Raises:
+        EngineError: they contradict each other.
+    """
+    found = strict.load(HeadTree, strict.parse_json(tree, f"{where}/{TREE}"), f"{where}/{TREE}")
+    found.check(f"{where}/{TREE}")
+    weights = {**shared, **own}
+    shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
+    few = Limits(limits.max_seq_len, limits.max_sequences, limits.max_sequences)
+    parsed = plan_file.from_bytes(plan, shapes, few, f"{where}/{PLAN}", logits=Dim(rows=found.heads))
+    if parsed.kv_slots or HIDDEN not in parsed.names:
+        raise EngineError(f"{where}/{PLAN}: heads keep no cache and have an input {HIDDEN!r}; build the engine anew")
+    used = {str(value.base) for value in parsed.values if value.storage.value == "weight"}
+    return EngineHeads(parsed, {name: weight for name, weight in weights.items() if name in used}, found)

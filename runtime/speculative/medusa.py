@@ -1,0 +1,99 @@
+"""Proposes what Medusa heads guess from the row that gave the last token (arXiv:2401.10774)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import EngineError, UsageError
+from llmc.runtime.batch import Batch
+from llmc.runtime.devices.cpu import CpuExecutor
+from llmc.runtime.engine import Engine
+from llmc.runtime.heads import HIDDEN, MOST_NODES, HeadTree
+from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
+
+
+class HeadRunner:
+    """Runs the heads of an engine.
+
+    Raises:
+        UsageError: the engine has none.
+    """
+
+    def __init__(self, engine: Engine, *, threads: int | None = None, isa: str | None = None) -> None:
+        heads = engine.heads
+        if heads is None:
+            raise UsageError(f"{engine.path}: has no Medusa heads; build it with: llmc build MODEL --medusa HEADS")
+        self.tree = heads.tree
+        self._most = engine.limits.max_sequences
+        alone = dataclasses.replace(engine, plan=heads.plan, weights=heads.weights)
+        self._executor = CpuExecutor(alone, num_blocks=1, threads=threads, isa=isa)
+        self._width = heads.plan.value(HIDDEN).shape[1].constant
+
+    def best(self, hidden: NDArray[np.float32], ranks: int) -> NDArray[np.int64]:
+        """The candidates of each head after each row [N, H], best first: [heads, N, ranks]."""
+        if hidden.shape[1] != self._width:
+            raise EngineError(f"heads for rows of {self._width} numbers were given {hidden.shape[1]}")
+        parts = [_best(self._run(hidden[i : i + self._most]), ranks) for i in range(0, len(hidden), self._most)]
+        return np.concatenate(parts, axis=1)
+
+    def _run(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits [heads, N, V]; valid until the next call."""
+        rows = len(hidden)
+        numbers, zeros = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
+        batch = Batch(zeros, zeros, numbers[:-1], numbers, zeros, zeros[:, None])
+        return self._executor.run_on(batch, HIDDEN, hidden).reshape(self.tree.heads, rows, -1)
+
+
+class MedusaProposer(Proposer):
+    """See the module."""
+
+    name: ClassVar[str] = "medusa"
+    wants_hidden: ClassVar[bool] = True
+    default_nodes: ClassVar[int] = MOST_NODES
+
+    def __init__(self, runner: HeadRunner) -> None:
+        self._runner = runner
+
+    @classmethod
+    def open(cls, argument: str, setting: Setting) -> Self:
+        """With the heads of the engine itself."""
+        if argument:
+            raise UsageError(f"--spec medusa={argument}: the heads are those of the engine; leave ={argument} away")
+        return cls(HeadRunner(setting.engine, threads=setting.threads, isa=setting.isa))
+
+    def propose(self, queries: list[Query]) -> list[Tree]:
+        """One run of the heads for all sequences."""
+        tree = self._runner.tree
+        rows = []
+        for query in queries:
+            assert query.hidden is not None, "it is wanted"
+            rows.append(query.hidden[-1])
+        ranks = 1 + max(max(path) for path in tree.paths)
+        best = self._runner.best(np.stack(rows), ranks)
+        return [grow(tree, best[:, row], query.nodes, query.depth) for row, query in enumerate(queries)]
+
+
+def grow(tree: HeadTree, candidates: NDArray[np.int64], nodes: int, depth: int) -> Tree:
+    """The first nodes, none deeper than that, with the candidates [heads, ranks] of one row."""
+    places: dict[tuple[int, ...], int] = {(): -1}
+    tokens: list[int] = []
+    parents: list[int] = []
+    for path in tree.paths:
+        if len(tokens) < nodes and len(path) <= depth:
+            parents.append(places[path[:-1]])
+            places[path] = len(tokens)
+            tokens.append(int(candidates[len(path) - 1, path[-1]]))
+    return Tree(tuple(tokens), tuple(parents))
+
+
+def _best(logits: NDArray[np.float32], ranks: int) -> NDArray[np.int64]:
+    """The ``ranks`` largest of the last axis, in falling order, the lower id first among equals."""
+    ranks = min(ranks, logits.shape[-1])
+    chosen = np.sort(np.argpartition(-logits, ranks - 1, axis=-1)[..., :ranks], axis=-1)
+    order = np.argsort(-np.take_along_axis(logits, chosen, -1), axis=-1, kind="stable")
+    result: NDArray[np.int64] = np.take_along_axis(chosen, order, -1)
+    return result

@@ -1,0 +1,151 @@
+"""`llmc build --medusa`: the heads of an engine give the numbers of their formula, and the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import safetensors_bytes
+from engines import build, small_llama
+from numpy.typing import NDArray
+
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.compiler.inspect_engine import describe
+from llmc.compiler.medusa.output_layer import output_layer
+from llmc.errors import CheckpointError, CompileError, EngineError, UsageError
+from llmc.runtime.engine import load_engine
+from llmc.runtime.speculative.medusa import HeadRunner
+
+HIDDEN, VOCABULARY, HEADS = 60, 131, 3
+Array = NDArray[np.float32]
+
+
+def write(folder: Path, tensors: dict[str, Array], heads: int, layers: int = 1) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "medusa_lm_head.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": heads, "medusa_num_layers": layers}))
+
+
+def write_heads(folder: Path, layers: int, output: bool) -> dict[str, Array]:
+    random = np.random.default_rng(layers)
+    tensors: dict[str, Array] = {}
+    for head in range(HEADS):
+        for layer in range(layers):
+            tensors[f"{head}.{layer}.linear.weight"] = random.normal(0, 0.2, (HIDDEN, HIDDEN)).astype(np.float32)
+            tensors[f"{head}.{layer}.linear.bias"] = random.normal(0, 0.2, HIDDEN).astype(np.float32)
+        if output:
+            tensors[f"{head}.{layers}.weight"] = random.normal(0, 1, (VOCABULARY, HIDDEN)).astype(np.float32)
+    write(folder, tensors, HEADS, layers)
+    return tensors
+
+
+def formula(tensors: dict[str, Array], rows: Array, head: int, layers: int, output: Array) -> Array:
+    x = rows
+    for layer in range(layers):
+        y = x @ tensors[f"{head}.{layer}.linear.weight"].T + tensors[f"{head}.{layer}.linear.bias"]
+        x = x + y / (1 + np.exp(-y))
+    result: Array = x @ output.T
+    return result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    build(small_llama(), folder, dtype="float32", max_seq_len=96)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    random = np.random.default_rng(0)
+    path.write_text("".join(json.dumps({"tokens": random.integers(3, 131, 40).tolist()}) + "\n" for _ in range(8)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layers", "output", "options", "tolerance"),
+    [
+        (1, False, {}, 1e-4),
+        (2, True, {}, 1e-4),
+        (1, False, {"quantization": "awq:bits=8,group=32", "quant_lm_head": True, "compute": "float32"}, 0.02),
+    ],
+)
+def test_logits_are_those_of_the_formula(
+    model: Path, texts: Path, tmp_path: Path, layers: int, output: bool, options: dict[str, Any], tolerance: float
+) -> None:
+    """The last one also shares an output layer whose inputs are scaled, and rounds the heads."""
+    tensors = write_heads(tmp_path / "heads", layers, output)
+    calib = {"calib": str(texts), "calib_samples": 4, "calib_length": 40} if options else {}
+    config = BuildConfig(medusa=tmp_path / "heads", medusa_tree="chain:2", max_seq_len=96, **options, **calib)
+    build_engine(model, tmp_path / "engine", config)
+    engine = load_engine(tmp_path / "engine")
+    runner = HeadRunner(engine, threads=1)
+    rows = np.random.default_rng(1).normal(size=(5, HIDDEN)).astype(np.float32)
+    found = runner._run(rows)
+    for head in range(HEADS):
+        own = tensors[f"{head}.{layers}.weight"] if output else output_layer(engine).weight
+        expected = formula(tensors, rows, head, layers, own)
+        assert np.abs(found[head] - expected).max() < tolerance * np.abs(expected).max()
+    alone = np.concatenate([runner._run(row[None]).copy() for row in rows], axis=1)
+    assert np.array_equal(alone, runner._run(rows))
+    assert np.array_equal(runner.best(rows, 3)[..., 0], runner._run(rows).argmax(-1))
+    assert engine.heads is not None
+    shared = set(engine.heads.weights) & set(engine.weights)
+    assert bool(shared) is not output
+
+
+def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path / "heads", 1, False)
+    options: dict[str, Any] = {"calib": str(texts), "calib_samples": 4, "calib_length": 40, "max_seq_len": 96}
+    config = BuildConfig(medusa=tmp_path / "heads", **options)
+    first = build_engine(model, tmp_path / "first", config)
+    again = build_engine(model, tmp_path / "again", config)
+    assert first.digest == again.digest
+    section = json.loads((tmp_path / "first/recipe.json").read_text())["medusa"]
+    assert (section["asked"], section["cost_source"]) == ("auto", "default")
+    assert section["tree"] == json.loads((tmp_path / "first/medusa/tree.json").read_text())
+    assert len(section["tree"]["accuracy"]) == HEADS
+    shown = describe(load_engine(tmp_path / "first"))
+    assert shown["medusa"].endswith("3 heads") and shown["medusa_expected"]["tokens_per_step"] > 1
+    locked = BuildConfig(medusa=tmp_path / "heads", locked=tmp_path / "first/recipe.json", max_seq_len=96)
+    assert build_engine(model, tmp_path / "locked", locked).digest == first.digest
+    with pytest.raises(UsageError, match="that engine has Medusa heads; give them with --medusa"):
+        build_engine(model, tmp_path / "other", BuildConfig(locked=tmp_path / "first/recipe.json", max_seq_len=96))
+    write_heads(tmp_path / "heads", 2, False)
+    with pytest.raises(CompileError, match=r"medusa/config\.json of the model has SHA-256"):
+        build_engine(model, tmp_path / "other", locked)
+
+
+def test_what_can_not_be_built_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="belong to --medusa HEADS"):
+        BuildConfig(medusa_tree="chain:1")
+    with pytest.raises(UsageError, match="--medusa-cost guess: unknown"):
+        BuildConfig(medusa=tmp_path, medusa_cost="guess")
+    write(tmp_path / "heads", {"0.0.linear.weight": np.zeros((8, 8), np.float32)}, 1)
+    with pytest.raises(CheckpointError, match=r"expected \[60, 60\]; these heads are of a model with another"):
+        build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "heads"))
+
+
+def test_damaged_heads_are_refused(model: Path, tmp_path: Path) -> None:
+    write_heads(tmp_path / "heads", 1, False)
+    config = BuildConfig(medusa=tmp_path / "heads", medusa_tree="chain:3", medusa_cost="measure", max_seq_len=96)
+    build_engine(model, tmp_path / "engine", config)
+    section = json.loads((tmp_path / "engine/recipe.json").read_text())["medusa"]
+    assert section["cost_source"] == "measured" and section["cost"][0] == [1, 1.0]
+    engine = shutil.copytree(tmp_path / "engine", tmp_path / "damaged")
+    content = bytearray((engine / "medusa/weights.safetensors").read_bytes())
+    content[-1] ^= 1
+    (engine / "medusa/weights.safetensors").write_bytes(content)
+    with pytest.raises(EngineError, match=r"medusa/weights\.safetensors: expected SHA-256"):
+        load_engine(engine)
+    manifest = json.loads((tmp_path / "engine/engine.json").read_text())
+    del manifest["files"]["medusa/tree.json"]
+    (tmp_path / "engine/engine.json").write_text(json.dumps(manifest))
+    with pytest.raises(EngineError, match=r"has Medusa heads, but no medusa/tree\.json"):
+        load_engine(tmp_path / "engine")

@@ -1,0 +1,107 @@
+"""Medusa heads on a model whose text is known: perfect ones are always right, others change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import safetensors_bytes
+from script_models import T0, next_tokens, write_script_model
+
+from llmc import LLM, SamplingParams
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.compiler.model_directory import ModelDirectory
+from llmc.compiler.safetensors_file import SafetensorsFile
+from llmc.errors import UsageError
+from llmc.runtime.heads import HeadTree
+from llmc.runtime.speculative.medusa import grow
+
+HEADS, HIDDEN, VOCABULARY = 3, T0["hidden_size"], T0["vocab_size"]
+PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
+
+
+def write_heads(folder: Path, outputs: list[Any] | None) -> Path:
+    """Heads that leave their input as it is, with output layers of their own; None: random ones, which share it."""
+    random = np.random.default_rng(0)
+    tensors: dict[str, Any] = {}
+    for head in range(HEADS):
+        scale = 0.0 if outputs else 1.0
+        tensors[f"{head}.0.linear.weight"] = (scale * random.normal(size=(HIDDEN, HIDDEN))).astype(np.float32)
+        tensors[f"{head}.0.linear.bias"] = (scale * random.normal(size=HIDDEN)).astype(np.float32)
+        if outputs:
+            tensors[f"{head}.1.weight"] = outputs[head]
+    folder.mkdir()
+    (folder / "medusa_lm_head.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("medusa")
+    model = write_script_model(folder / "model", [], eos_token_id=2)
+    following = next_tokens([], VOCABULARY)
+    tensor = SafetensorsFile(ModelDirectory(model), "model.safetensors").tensor("model.embed_tokens.weight")
+    rows, outputs = tensor.rows(0, VOCABULARY), []
+    places = np.array([following[token] for token in range(VOCABULARY)])
+    ahead = places
+    for _ in range(HEADS):
+        ahead = places[ahead]
+        output = np.empty_like(rows)
+        output[ahead] = rows
+        outputs.append(output)
+    engines = {}
+    for name, tree, given in (("perfect", "chain:3", outputs), ("random", "tree.json", None)):
+        heads = write_heads(folder / f"{name}-heads", given)
+        (folder / "tree.json").write_text("[[0], [1], [0, 0], [2], [0, 0, 3], [1, 1]]")
+        path = tree if tree.startswith("chain") else str(folder / tree)
+        build_engine(model, folder / name, BuildConfig(medusa=heads, medusa_tree=path, max_seq_len=96))
+        engines[name] = folder / name
+    return engines
+
+
+def answers(engine: Path, speculative: str | None, **params: Any) -> tuple[list[Any], Any]:
+    llm = LLM(engine, threads=1, check=True, speculative=speculative)
+    results = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **params))
+    alone = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=40, **params))
+    assert alone[0].token_ids == results[0].token_ids
+    speculator = llm.scheduler.speculator
+    acceptance = None if speculator is None else speculator.acceptance.to_json()
+    return [(result.token_ids, result.finish_reason) for result in results], acceptance
+
+
+def test_perfect_heads_are_always_right(built: dict[str, Path]) -> None:
+    plain, none = answers(built["perfect"], None, ignore_eos=True)
+    found, acceptance = answers(built["perfect"], "medusa", ignore_eos=True)
+    assert none is None and found == plain
+    assert acceptance["accepted"] == acceptance["drafted"] > 0
+    assert acceptance["tokens_per_step"] > 3.5  # the last step of a text has less to draft
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 1.5, "seed": 5}, {"repetition_penalty": 1.3}])
+def test_random_heads_change_nothing(built: dict[str, Path], params: dict[str, Any]) -> None:
+    plain, _ = answers(built["random"], None, **params)
+    found, acceptance = answers(built["random"], "medusa", **params)
+    assert found == plain
+    assert acceptance["drafted"] > 0
+
+
+def test_trees_are_cut_to_what_there_is_room_for() -> None:
+    tree = HeadTree(2, ((0,), (0, 1), (2,), (2, 0)))
+    candidates = np.array([[5, 6, 7], [8, 9, 3]])
+    whole = grow(tree, candidates, 9, 9)
+    assert (whole.tokens, whole.parents) == ((5, 9, 7, 8), (-1, 0, -1, 2))
+    assert grow(tree, candidates, 9, 1).tokens == (5, 7)
+    assert grow(tree, candidates, 3, 2).tokens == (5, 9, 7)
+
+
+def test_what_makes_no_sense_is_refused(built: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave =x away"):
+        LLM(built["random"], threads=1, speculative="medusa=x")
+    build_engine(write_script_model(tmp_path / "model", []), tmp_path / "engine", BuildConfig(max_seq_len=96))
+    with pytest.raises(UsageError, match=r"has no Medusa heads; build it with: llmc build MODEL --medusa HEADS"):
+        LLM(tmp_path / "engine", threads=1, speculative="medusa")
