@@ -84,6 +84,7 @@ def build(
     """  # noqa: D301 - click's mark for lines that it must not wrap
     from llmc.compiler.api import build_engine, compile_model, open_checkpoint
     from llmc.compiler.config import BuildConfig
+    from llmc.compiler.medusa.build import open_heads
     from llmc.compiler.progress import progress_for
     from llmc.compiler.summary import built, planned
 
@@ -97,6 +98,7 @@ def build(
             if quality is not None:
                 quality.read()  # refuses what the build would refuse
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
+            open_heads(config, compiled.steps, compiled.target.name)  # the same
             result = planned(compiled)
         else:
             try:

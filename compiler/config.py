@@ -117,7 +117,7 @@ class BuildConfig:
             changes["max_ppl_increase"] = parse_increase(self.max_ppl_increase)
         recipe = replace(given, **changes, calibration=self._chosen(given.calibration))
         if recipe.method is None and not any(rule.method for rule in recipe.rules):
-            measured = self.kv_dtype in QUANTIZED
+            measured = self.kv_dtype in QUANTIZED or (self.medusa is not None and self.medusa_tree == "auto")
             asked = [option for option, value in self._of_quantization.items() if value]
             if asked := [option for option in asked if not (measured and option.startswith("--calib"))]:
                 raise UsageError(f"{asked[0]}: nothing is quantized; say how with --quant METHOD, or --recipe FILE")
