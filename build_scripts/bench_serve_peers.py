@@ -59,7 +59,9 @@ class Server:
     def measure(self, load: list[str]) -> None:
         """One round."""
         command = [sys.executable, "-P", "-m", "llmc", "bench", "serve", "--json", "--url"]
-        done = subprocess.run([*command, f"http://127.0.0.1:{self.port}", *load], capture_output=True, check=True)
+        done = subprocess.run([*command, f"http://127.0.0.1:{self.port}", *load], stdout=subprocess.PIPE)
+        if done.returncode:
+            sys.exit(f"{self.name} was not measured")
         self.reports.append(json.loads(done.stdout))
 
     def values(self, name: str, *more: str) -> list[float]:

@@ -50,12 +50,12 @@ class Tokenizer:
         grammar_cache_bytes: int = 64 << 20,
     ) -> None:
         try:
+            self._spec: dict[str, Any] = json.loads(spec)  # the library also takes some texts that are no JSON
             self._tokenizer = tokenizers.Tokenizer.from_str(spec)
         except Exception as problem:  # the library raises Exception itself
             raise EngineError(f"tokenizer/tokenizer.json: {problem}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._spec: dict[str, Any] = json.loads(spec)
         self.vocabulary = Vocabulary(self._tokenizer, self._spec)
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens or {})
         self.parse_special_in_messages = parse_special_in_messages
