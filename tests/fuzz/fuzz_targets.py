@@ -180,7 +180,6 @@ def tools(data: bytes) -> None:
         calls = [(d.call.name, d.call.arguments) for d in deltas if d.call is not None]
         for _, arguments in calls:
             assert isinstance(json.loads(arguments), dict)
-            arguments.encode()
         return "".join(d.text for d in deltas), calls
 
     whole = parse([text])
