@@ -230,7 +230,7 @@ class Kit:
             tokenizer=tokenizer,
             eos_token_ids=eos,
             default_max_tokens=default,
-            speculator=None if proposer is None else Speculator(proposer, executor, vocab_size=VOCAB),
+            speculator=None if proposer is None else Speculator(proposer, executor, vocab_size=VOCAB, nodes=6),
         )
 
     @classmethod
