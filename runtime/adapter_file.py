@@ -109,6 +109,11 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
         )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{where}: bias {config['bias']!r} is not supported: biases of the model must stay")
+    if config.get("target_parameters"):
+        raise CheckpointError(
+            f"{where}: target_parameters {config['target_parameters']!r:.200}: parameters that are no linears, such as "
+            "those of stacked experts, can't be adapted beside an engine or merged; merge them with PEFT and build that"
+        )
     for key, value in config.items():
         if key not in MEANINGLESS and key not in KNOWN and value not in (None, False, [], {}, ""):
             raise CheckpointError(f"{where}: {key} {value!r:.80} is not supported")
@@ -149,6 +154,11 @@ def _pairs(tensors: Mapping[str, Floats], config: Mapping[str, Any], where: str)
     halves: dict[str, dict[str, Floats]] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?\.weight", name)
+        if (embedding := re.fullmatch(r"(.+)\.lora_embedding_[AB](?:\.default)?", name)) is not None:
+            raise CheckpointError(
+                f"{where}: {embedding[1].removeprefix(PREFIX)} is an embedding; only linears can be adapted. Train "
+                "without it in target_modules"
+            )
         if match is None:
             raise CheckpointError(
                 f"{where}: tensor {name!r} is not supported; expected lora_A and lora_B of linears (PEFT saves no "

@@ -25,6 +25,7 @@ from llmc.runtime import strict
 from llmc.runtime.batch_openai import is_openai, run_openai
 from llmc.runtime.output import RequestOutput, request_output
 from llmc.runtime.request import SamplingParams
+from llmc.runtime.request_options import RequestOptions
 from llmc.runtime.terminal import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -161,16 +162,24 @@ def _add(llm: LLM, values: dict[str, Any], defaults: Mapping[str, Any]) -> int:
         )
     sources = {name: values.pop(name, None) for name in ("prompt", "token_ids", "messages", "tools")}
     prompt = sources[given[0]]
+    options: RequestOptions = {"adapter": _adapter(llm, values.pop("model", None))} if llm.adapters else {}
     params = SamplingParams.from_mapping({**defaults, **{k: v for k, v in values.items() if v is not None}})
     if given == ["messages"]:
-        return llm.add_chat(prompt, params, tools=sources["tools"])
+        return llm.add_chat(prompt, params, tools=sources["tools"], **options)
     if sources["tools"] is not None:
         raise RequestError("only for messages", "tools")
     if given == ["token_ids"] and not isinstance(prompt, list):
         raise RequestError("expected a list of token ids", "token_ids")
     if not isinstance(prompt, str | list):
         raise RequestError("expected a text or a list of token ids", "prompt")
-    return llm.add_request(prompt, params)
+    return llm.add_request(prompt, params, **options)
+
+
+def _adapter(llm: LLM, name: Any) -> str | None:
+    """That of a line's model; None: the engine alone."""
+    if name is None or name in llm.adapters:
+        return name  # type: ignore[no-any-return]
+    raise RequestError(f"there is no such adapter; known: {', '.join(llm.adapters)}; or leave it out", "model")
 
 
 # -- files ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ def is_openai(line: bytes) -> bool:
 def run_openai(llm: LLM, lines: Iterable[bytes], start: int, ahead: int) -> Iterator[dict[str, Any]]:
     """One record for each line, in order, ``ahead`` of them in flight; ``start`` is the number of the first line.
 
+    With adapters, a body's model is one of them, or the name of the engine's directory.
+
     A line that is no request has an ``error``; a request that fails has a ``response`` with its status and error.
 
     Raises:
@@ -49,7 +51,7 @@ def run_openai(llm: LLM, lines: Iterable[bytes], start: int, ahead: int) -> Iter
     try:
         while True:
             while len(queue) < ahead and (item := next(numbered, None)) is not None:
-                queue.append(loop.create_task(_answer(app, *item)))
+                queue.append(loop.create_task(_answer(app, bool(llm.adapters), *item)))
             if not queue:
                 break
             yield loop.run_until_complete(queue.popleft())
@@ -82,7 +84,7 @@ async def _end(queue: Iterable[asyncio.Task[Any]], models: Any) -> None:
     await models.close()
 
 
-async def _answer(app: ASGIApp, index: int, line: bytes) -> dict[str, Any]:
+async def _answer(app: ASGIApp, adapters: bool, index: int, line: bytes) -> dict[str, Any]:
     record: dict[str, Any] = {"id": f"batch_req_{index}", "custom_id": None, "response": None, "error": None}
     try:
         values = strict.parse_json(line, "line", RequestError)
@@ -92,6 +94,8 @@ async def _answer(app: ASGIApp, index: int, line: bytes) -> dict[str, Any]:
     except RequestError as problem:
         record["error"] = {"code": "invalid_line", "message": str(problem)}
         return record
+    if not adapters:  # there is one model, whatever the file calls it
+        body.pop("model", None)
     status, text = await _post(app, url, json.dumps(body).encode())
     if status == 503:  # nothing was asked too early or too much, so this is the engine
         raise LlmcError("the engine has failed; the same command goes on from what is done")
@@ -116,7 +120,7 @@ def _checked(values: Any) -> tuple[str, dict[str, Any]]:
         raise RequestError("expected an object", "body")
     if body.get("stream"):
         raise RequestError("a batch has no streams", "body.stream")
-    return values["url"], {key: value for key, value in body.items() if key != "model"}  # there is one
+    return values["url"], body
 
 
 async def _post(app: ASGIApp, url: str, body: bytes) -> tuple[int, bytes]:

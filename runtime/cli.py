@@ -89,6 +89,7 @@ def options(group: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
 @click.option("-o", "--output", "output_file", help="Where the results go, as JSONL. [default: stdout]")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--stats", is_flag=True, help="Print times and speed to stderr.")
+@click.option("--lora", multiple=True, metavar="NAME=DIR", help="A LoRA adapter (PEFT) to run with. Repeatable.")
 @options(SAMPLING)
 @options(CONSTRAINTS)
 @options(RESOURCES)
@@ -103,6 +104,7 @@ def run(
     output_file: str | None,
     as_json: bool,
     stats: bool,
+    lora: tuple[str, ...],
     threads: int | None,
     kv_memory: str | None,
     num_blocks: int | None,
@@ -125,7 +127,8 @@ def run(
 
     Each line of a JSONL file is an object with "prompt" (text or token ids) or "messages", perhaps an "id", and any
     sampling values (max_tokens, temperature, ...); the options here are their defaults. Or lines of OpenAI's batch
-    format: custom_id, method, url and body. A run that was interrupted or killed goes on where it was.
+    format: custom_id, method, url and body. A run that was interrupted or killed goes on where it was. With --lora, a
+    line (or its body) has the name of its adapter as "model"; -p and --chat use the one that there is.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     if input_file is None and prompt is None and not chat:
         raise UsageError("say what to do: -p PROMPT, --chat, or --input FILE.jsonl")
@@ -137,6 +140,10 @@ def run(
         raise UsageError("--system belongs to --chat")
     if as_json and chat and prompt is None:
         raise UsageError("--json belongs to -p; a conversation is for people")
+    adapters = named_directories("--lora", lora, set())
+    if len(adapters) > 1 and input_file is None:
+        raise UsageError("-p and --chat use one adapter: give --lora once")
+    adapter = next(iter(adapters), None)
     constraint = _constraint({name: sampling.pop(name) for name in KINDS})
     params = {name: value for name, value in sampling.items() if value not in (None, (), False)} | constraint
     checked = sampling_params(params)
@@ -152,6 +159,7 @@ def run(
         spec=spec,
         spec_tokens=spec_tokens,
         parse_special_in_messages=parse_special_in_messages,
+        lora=adapters,
     )
     try:
         if input_file is not None:
@@ -161,7 +169,7 @@ def run(
         if prompt is None:
             from llmc.runtime.conversation import converse
 
-            sys.exit(converse(llm, checked, system))
+            sys.exit(converse(llm, checked, system, adapter))
         text = _stdin() if prompt == "-" else prompt
         messages = None
         if chat:
@@ -169,7 +177,7 @@ def run(
             messages.append({"role": "user", "content": text})
         else:
             checked = sampling_params({"max_tokens": PROMPT_TOKENS} | params)
-        sys.exit(_answer(llm, messages or text, checked, as_json, stats))
+        sys.exit(_answer(llm, messages or text, checked, adapter, as_json, stats))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
@@ -221,6 +229,23 @@ def sampling_params(values: dict[str, Any]) -> SamplingParams:
         raise UsageError(f"--{problem}") from None
 
 
+def named_directories(option: str, entries: tuple[str, ...], taken: set[str]) -> dict[str, Path]:
+    """Directories by name.
+
+    Raises:
+        UsageError: an entry is not NAME=DIR, or the name is taken.
+    """
+    paths: dict[str, Path] = {}
+    for entry in entries:
+        name, separator, path = entry.partition("=")
+        if not (name and separator and path):
+            raise UsageError(f"{option} {entry}: expected NAME=DIR")
+        if name in paths or name in taken:
+            raise UsageError(f"{option} {entry}: the name is taken")
+        paths[name] = Path(path)
+    return paths
+
+
 def _constraint(given: dict[str, Any]) -> dict[str, Any]:
     """The value for SamplingParams of the options in CONSTRAINTS."""
     values = {kind: value for kind, value in given.items() if value not in (None, (), False)}
@@ -242,13 +267,13 @@ def _stdin() -> str:
         raise UsageError(f"-p -: stdin is not UTF-8 (byte {problem.start})") from None
 
 
-def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats: bool) -> int:
+def _answer(llm: LLM, prompt: Any, params: SamplingParams, adapter: str | None, as_json: bool, stats: bool) -> int:
     """Print one result, as it comes if it is a single text; returns the exit code."""
     start = time.perf_counter()
     first: float | None = None
     is_chat = not isinstance(prompt, str)
     if as_json or params.num_choices > 1:
-        (result,) = llm.chat(prompt, params) if is_chat else llm.generate(prompt, params)
+        (result,) = (llm.chat if is_chat else llm.generate)(prompt, params, adapter=adapter)
         if as_json:
             found = result.to_json()
             if (speculator := llm.scheduler.speculator) is not None:
@@ -259,7 +284,7 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams, as_json: bool, stats:
                 show(f"[{choice.index}] {choice.text}\n")
         return _report_errors(result)
     generated, error = 0, None
-    stream = llm.stream(prompt, params)
+    stream = llm.stream(prompt, params, adapter=adapter)
     with watched_interrupt() as interrupt:
         for delta in stream:
             first = first or time.perf_counter()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HELP = "Ctrl-C stops an answer, Ctrl-D or /exit ends, /reset forgets what was said."
 
 
-def converse(llm: LLM, params: SamplingParams, system: str | None) -> int:
-    """Read turns from stdin, a line each, and answer them; returns the exit code."""
+def converse(llm: LLM, params: SamplingParams, system: str | None, adapter: str | None = None) -> int:
+    """Read turns from stdin, a line each, and answer them, perhaps with an adapter; returns the exit code."""
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         raise RequestError("the model has no chat template; use -p")
     terminal = sys.stdin.isatty()
@@ -37,7 +37,7 @@ def converse(llm: LLM, params: SamplingParams, system: str | None) -> int:
             click.echo(HELP, err=True)
         elif line:
             messages.append({"role": "user", "content": line})
-            answer = _answer(llm, params, messages)
+            answer = _answer(llm, params, messages, adapter)
             if answer is None:
                 messages.pop()
             else:
@@ -45,11 +45,11 @@ def converse(llm: LLM, params: SamplingParams, system: str | None) -> int:
     return 0
 
 
-def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> str | None:
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], adapter: str | None) -> str | None:
     """Print the answer as it comes; what there is of it if it was interrupted, None if there can be none."""
     answer = ""
     try:
-        stream = llm.stream(messages, params)
+        stream = llm.stream(messages, params, adapter=adapter)
     except RequestError as problem:
         hint = "; /reset starts anew" if problem.field == "prompt" else ""
         click.echo(f"llmc: error: {problem}{hint}", err=True)

@@ -171,7 +171,10 @@ class LLM:
     # -- whole answers ------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | ListOf[Prompt], params: SamplingParams | ListOf[SamplingParams] | None = None
+        self,
+        prompts: Prompt | ListOf[Prompt],
+        params: SamplingParams | ListOf[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
         """Continue prompts (texts or token ids), all in flight at once; one result for each, in order.
 
@@ -180,7 +183,7 @@ class LLM:
         """
         each = prompt_list(prompts)
         additions = [
-            partial(self.add_request, prompt, p)
+            partial(self.add_request, prompt, p, **options)
             for prompt, p in zip(each, params_for_each(params, len(each)), strict=True)
         ]
         return self._run_all(additions, request_output)

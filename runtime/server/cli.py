@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.errors import UsageError
-from llmc.runtime.cli import RESOURCES, SPECULATION, load, options
+from llmc.runtime.cli import RESOURCES, SPECULATION, load, named_directories, options
 from llmc.runtime.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def serve(
     find_format(None, settings.tool_parser)
     values["prefix_cache"] = not values.pop("no_prefix_cache")
     paths = _paths(engine, served_model_name, named)
-    adapters = _named("--lora", values.pop("lora"), set(paths))
+    adapters = named_directories("--lora", values.pop("lora"), set(paths))
     first = next(iter(paths.values()))
 
     def load_engine(path: Path) -> LLM:
@@ -101,20 +101,7 @@ def _paths(engine: Path | None, name: str | None, named: tuple[str, ...]) -> dic
         paths[name or engine.resolve().name] = engine
     elif name is not None:
         raise UsageError("--served-model-name is for ENGINE; give others a name with --model NAME=DIR")
-    paths |= _named("--model", named, set(paths))
+    paths |= named_directories("--model", named, set(paths))
     if not paths:
         raise UsageError("say what to serve: ENGINE, or --model NAME=DIR")
-    return paths
-
-
-def _named(option: str, entries: tuple[str, ...], taken: set[str]) -> dict[str, Path]:
-    """Directories by name."""
-    paths: dict[str, Path] = {}
-    for entry in entries:
-        name, separator, path = entry.partition("=")
-        if not (name and separator and path):
-            raise UsageError(f"{option} {entry}: expected NAME=DIR")
-        if name in paths or name in taken:
-            raise UsageError(f"{option} {entry}: the name is taken")
-        paths[name] = Path(path)
     return paths

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from llmc import LLM, SamplingParams
@@ -71,6 +72,7 @@ def assert_as_peft(path: Path, name: str, result: Any, prompt: list[int], atol: 
             assert logprob == pytest.approx(expected[i, token], abs=atol)
 
 
+ADAPTED = "base_model.model.model.layers.0.mlp.experts.3.w1"
 MIXED: list[str | None] = ["all", None, "some", "all"]
 
 
@@ -148,6 +150,7 @@ def test_merged_at_build(folder: Path, tmp_path: Path) -> None:
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"new_trick": 3}, "new_trick 3 is not supported"),
+        ({"target_parameters": ["experts.down_proj"]}, r"target_parameters \['experts.down_proj'\]: .* experts"),
         ({"lora_alpha": None}, "must be numbers"),
         ({"alpha_pattern": {"(a+)+$": 3}}, "not the name of a module"),
     ],
@@ -160,6 +163,21 @@ def test_what_is_not_supported_is_refused_by_name(
     (tmp_path / WEIGHTS).write_bytes((folder / "all" / WEIGHTS).read_bytes())
     with pytest.raises(CheckpointError, match=message):
         read_adapter(tmp_path)
+
+
+def test_what_is_no_linear_is_named(folder: Path, tmp_path: Path) -> None:
+    """An embedding; and a linear of an expert, as older versions of transformers had them."""
+    model = get_peft_model(base(folder), LoraConfig(r=2, target_modules=["embed_tokens"]))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens is an embedding; only linears"):
+        read_adapter(tmp_path)
+    zeros = {
+        f"{ADAPTED}.lora_{half}.weight": np.zeros(shape, np.float32)
+        for half, shape in (("A", (2, 60)), ("B", (172, 2)))
+    }
+    save_file(zeros, tmp_path / WEIGHTS)
+    with pytest.raises(UsageError, match=r"lora x: the engine has no product 'model.layers.0.mlp.experts.3.w1' that"):
+        LLM(folder / "engine", lora={"x": tmp_path})
 
 
 def test_other_mistakes(folder: Path, tmp_path: Path) -> None:

@@ -55,3 +55,39 @@ def test_names_of_adapters() -> None:
         result = CliRunner().invoke(cli, ["serve", "some/e", *arguments])
         assert isinstance(result.exception, UsageError)
         assert message in str(result.exception)
+
+
+def test_llmc_run_with_an_adapter(kit: Any, served: Any, tmp_path: Path) -> None:
+    """One prompt, a chat, a conversation, and lines of both formats that name it."""
+    (m, u) = kit.ids("mu")
+    adapter = write_adapter(tmp_path / "adapter", served.engine.parent / "model", m, u)
+
+    def run(*arguments: str, lora: tuple[str, ...] = ("other",), stdin: str | None = None) -> Any:
+        given = [f"--lora={name}={adapter}" for name in lora]
+        sampling = ["--temperature", "0", "--max-tokens", "2"] if "--input" not in arguments else []
+        return CliRunner().invoke(
+            cli, ["run", str(served.engine), "--threads", "1", *given, *sampling, *arguments], input=stdin
+        )
+
+    assert run("-p", "m", lora=()).stdout == "no\n"
+    assert run("-p", "m").stdout == "uv\n"
+    assert json.loads(run("-p", "m", "--json").stdout)["choices"][0]["text"] == "uv"
+    assert run("--chat", "-p", "m").stdout == "uv\n"
+    assert run("--chat", stdin="m\n").stdout == "uv\n"
+    assert "give --lora once" in str(run("-p", "m", lora=("a", "b")).exception)
+
+    values: dict[str, Any] = {"prompt": "m", "temperature": 0, "max_tokens": 2}
+    names = [None, "other", "more", "third"]
+    own = [values if name is None else values | {"model": name} for name in names]
+    openai_lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": line} for i, line in enumerate(own)
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    for lines in (own, openai_lines):
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = run("--input", str(source), "-o", str(target), lora=("other", "more"))
+        assert result.exit_code == 1, result.output
+        records = [json.loads(line) for line in target.read_text().splitlines()]
+        bodies = [r["response"]["body"] if "response" in r else r for r in records]
+        assert [b["choices"][0]["text"] for b in bodies[:3]] == ["no", "uv", "uv"]
+        assert "known: " in bodies[3]["error"]["message"] and "other" in bodies[3]["error"]["message"]
