@@ -182,11 +182,8 @@ class LLM:
             RequestError: a prompt or value is out of bounds; nothing is run then.
         """
         each = prompt_list(prompts)
-        additions = [
-            partial(self.add_request, prompt, p, **options)
-            for prompt, p in zip(each, params_for_each(params, len(each)), strict=True)
-        ]
-        return self._run_all(additions, request_output)
+        pairs = zip(each, params_for_each(params, len(each)), strict=True)
+        return self._run_all([partial(self.add_request, prompt, p, **options) for prompt, p in pairs], request_output)
 
     def chat(
         self,

@@ -34,11 +34,12 @@ class PagedExecutor:
         self.batches: list[Batch] = []
         self.fail_at: int | None = None
         self.moved = 0
+        self.failure: Exception = RuntimeError("launch failed")
 
     def step(self, batch: Batch) -> Logits:
         self.batches.append(batch)
         if self.fail_at == len(self.batches):
-            raise RuntimeError("launch failed")
+            raise self.failure
         assert 0 < len(batch.input_ids) <= self.config.max_batch_tokens
         assert len(batch.logit_rows) <= self.config.max_logit_rows
         assert len(batch.num_computed) <= self.config.max_sequences

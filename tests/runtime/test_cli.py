@@ -97,7 +97,7 @@ def test_options_reach_the_engine(run: Any) -> None:
     run("-p", "hello")
     assert run.seen[-1]["prefix_cache"] is True
     options = ("--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--no-prefix-cache", "--spec", "ngram")
-    run("-p", "hello", *options, "--parse-special-in-messages")
+    run("-p", "hello", *options, "--parse-special-in-messages", "--lora", "a=b")
     assert run.seen[-1] == {
         "threads": 2,
         "kv_memory": "1GiB",
@@ -109,6 +109,7 @@ def test_options_reach_the_engine(run: Any) -> None:
         "spec": "ngram",
         "spec_tokens": None,
         "parse_special_in_messages": True,
+        "lora": {"a": Path("b")},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llmc.errors import KernelError
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.server.engine_loop import MAX_FAILED_STEPS, EngineLoop
 from llmc.runtime.server.errors import ApiError
@@ -45,11 +46,15 @@ async def text(job: Job) -> str:
     return "".join([delta.text async for _, delta in job.deltas()])
 
 
-def test_api_03_a_step_that_fails_ends_only_its_own_requests(kit: Any) -> None:
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("launch failed"), MemoryError(), KernelError("llmc::norm: launch failed")], ids=repr
+)
+def test_api_03_a_step_that_fails_ends_only_its_own_requests(kit: Any, failure: Exception) -> None:
+    """R11: a launch that fails, no memory in one step, a kernel that refuses."""
     llm = kit.llm(kit.scripted({(7,): kit.ids("abcdef"), (8,): kit.ids("uvwxyz")}))
 
     async def work(loop: EngineLoop, submit: Callable[..., Job]) -> None:
-        llm.executor.fail_at = 3
+        llm.executor.fail_at, llm.executor.failure = 3, failure
         first = submit([7])
         await first.begun()
         with pytest.raises(ApiError) as caught:
