@@ -244,6 +244,11 @@ def _note_floats(config: BuildConfig, imported: Imported | None, progress: Progr
     if lost:
         names = ", ".join(site.label for site in lost[:3]) + (", ..." if len(lost) > 3 else "")
         progress.note(f"{len(lost)} weights are dequantized, since their parts are quantized in several ways: {names}")
+    if imported is not None and (experts := imported.rescaled):
+        progress.note(
+            f"the scales that the checkpoint has for inputs are not used for the experts ({len(experts)} weights): "
+            "their inputs are scaled by row"
+        )
 
 
 @contextmanager

@@ -138,7 +138,8 @@ def _open_directory(directory: ModelDirectory, dequantize: bool) -> Checkpoint:
     path = directory.path
     names = _shard_names(directory)  # before config.json: a directory of pickles is refused whatever else it lacks
     config = read_config(directory)
-    tensors, aliases = _read_shards(directory, names)
+    tensors, metadata = _read_shards(directory, names)
+    aliases = {alias: name for alias, name in metadata.items() if name in tensors and alias not in tensors}
     stored = Counter[str]()
     for source in tensors.values():
         stored[source.dtype] += source.nbytes
@@ -146,7 +147,7 @@ def _open_directory(directory: ModelDirectory, dequantize: bool) -> Checkpoint:
     warnings: list[str] = []
     quantization = read_quantization(directory)
     if quantization is not None:
-        tensors, warnings = read_quantized(quantization, tensors, str(path / "config.json"), config, model)
+        tensors, warnings = read_quantized(quantization, tensors, str(path / "config.json"), config, model, metadata)
         warnings.append(_note(tensors.values(), str(quantization.get("quant_method")), dequantize))
         tensors = {name: dequantized(source) for name, source in tensors.items()} if dequantize else tensors
     bound = bind({name: _widen(source) for name, source in tensors.items()}, aliases, model, str(path))
@@ -210,13 +211,13 @@ def _read_index(directory: ModelDirectory) -> dict[str, str]:
 
 
 def _read_shards(directory: ModelDirectory, names: Sequence[str]) -> tuple[dict[str, WeightSource], dict[str, str]]:
-    """All tensors by name, and the aliases that the files' metadata state."""
+    """All tensors by name, and the files' metadata, which may state aliases."""
     indexed = _read_index(directory) if names != [SINGLE] and directory.has(INDEX) else None
     if indexed is not None:
         _check_all_there(directory, indexed)
     tensors: dict[str, WeightSource] = {}
     home: dict[str, str] = {}
-    aliases: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     for name in names:
         shard = SafetensorsFile(directory, name)
         for tensor in shard.header.tensors:
@@ -224,10 +225,10 @@ def _read_shards(directory: ModelDirectory, names: Sequence[str]) -> tuple[dict[
                 raise CheckpointError(f"{directory.path}: tensor {tensor!r} is in {home[tensor]} and in {name}")
             home[tensor] = name
             tensors[tensor] = shard.tensor(tensor)
-        aliases |= shard.header.metadata
+        metadata |= shard.header.metadata
     if indexed is not None:
         _check_index(directory, indexed, home)
-    return tensors, {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
+    return tensors, metadata
 
 
 def _check_all_there(directory: ModelDirectory, index: Mapping[str, str]) -> None:

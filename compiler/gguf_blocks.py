@@ -53,6 +53,7 @@ class QuantizedBlocks(BlockTensor):
     """A QuantizedSource: a tensor whose blocks are read as codes and scales."""
 
     order = None
+    x_scale = ()
 
     @property
     def _blocks(self) -> Blocks:

@@ -38,6 +38,12 @@ class Rows(Sized):
         return self.parts[0].order
 
     @property
+    def x_scale(self) -> tuple[float, ...]:
+        """That of the parts if they have one in common."""
+        first, *others = {part.x_scale for part in self.parts}
+        return () if others else first
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Leading axes and columns."""
         return (*self.index.shape, self.parts[0].shape[-1])

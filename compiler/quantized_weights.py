@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
@@ -40,6 +40,11 @@ class QuantizedSource(WeightSource, Protocol):
     @property
     def order(self) -> NDArray[np.int64] | None:
         """None, or for each column of ``quantized_rows`` which one of the weight it is."""
+        ...
+
+    @property
+    def x_scale(self) -> tuple[float, ...]:
+        """The scale that the checkpoint has for its inputs, and their zero point if that is not 0; or ()."""
         ...
 
     @property
@@ -86,6 +91,11 @@ def grouped(
     return weight if parts or not group else Plain(weight)
 
 
+def with_x_scale(weight: WeightSource, x_scale: tuple[float, ...]) -> WeightSource:
+    """What ``grouped`` returned, with a scale for its inputs, which nothing rounds if it gives numbers only."""
+    return replace(weight, x_scale=x_scale) if isinstance(weight, Grouped) else weight
+
+
 @dataclass(frozen=True, eq=False)
 class Grouped(Sized):
     """See ``grouped``.
@@ -102,6 +112,7 @@ class Grouped(Sized):
     sizes: tuple[int, ...]
     to: str
     order: NDArray[np.int64] | None = None
+    x_scale: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

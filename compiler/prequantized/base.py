@@ -90,12 +90,13 @@ class Kind:
 class Tensors:
     """The tensors of a checkpoint, from which those of quantized modules are taken away, and weights put back."""
 
-    def __init__(self, tensors: Mapping[str, WeightSource], where: str) -> None:
-        """``where``: the directory, for messages."""
+    def __init__(self, tensors: Mapping[str, WeightSource], where: str, metadata: Mapping[str, str]) -> None:
+        """``where``: the directory, for messages; ``metadata``: of the files."""
         self.left: dict[str, WeightSource] = dict(tensors)
         self.weights: dict[str, WeightSource] = {}
         self.notes: dict[str, None] = {}
         self.where = where
+        self.metadata = metadata
 
     def stems(self, suffix: str) -> list[str]:
         """What stands before the suffix, in the names that end with it."""
@@ -155,7 +156,12 @@ def kinds() -> Mapping[str, Kind]:
 
 
 def read_quantized(
-    values: Mapping[str, Any], tensors: Mapping[str, WeightSource], where: str, config: Any, model: Any
+    values: Mapping[str, Any],
+    tensors: Mapping[str, WeightSource],
+    where: str,
+    config: Any,
+    model: Any,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, WeightSource], list[str]]:
     """The tensors with weights in place of what a quantizer stored for them, and notes for the user.
 
@@ -165,6 +171,7 @@ def read_quantized(
         where: config.json, for messages.
         config: of the model; its dtype is what weights are dequantized to that have no other.
         model: on the meta device.
+        metadata: of the files.
 
     Raises:
         CheckpointError: the checkpoint contradicts itself or lacks something.
@@ -178,7 +185,8 @@ def read_quantized(
             f"{where}: the checkpoint is quantized by {method!r}, which is not supported; supported: "
             f"{', '.join(kinds())}. Or use the unquantized model"
         )
-    options, taken = Options(values, where, _dtype(config)), Tensors(tensors, where.removesuffix("/config.json"))
+    options = Options(values, where, _dtype(config))
+    taken = Tensors(tensors, where.removesuffix("/config.json"), metadata or {})
     options.ignore("quant_method")
     kinds()[method].read(options, taken)
     if not taken.weights:
@@ -215,6 +223,25 @@ def group_size(options: Options, name: str) -> int:
     if group < 1 and group != -1:
         raise CheckpointError(f"{options.where}: {name} {group} is no size; a number above 0, or -1 for whole rows")
     return max(group, 0)
+
+
+def input_scale(tensors: Tensors, name: str, zero: str = "") -> tuple[float, ...]:
+    """A scale for the inputs of a product, and what the tensor ``zero`` holds if that is not 0.
+
+    Raises:
+        CheckpointError: they are missing, or no numbers that could be meant.
+    """
+    found = weights.read(tensors.take(name, FLOATS, why="though the scheme of the inputs is static"))
+    if found.size != 1 or not 0 < float(found.reshape(-1)[0]) < np.inf:
+        raise tensors.fail(name, f"must be one positive number, found {found.reshape(-1)[:4].tolist()}")
+    scale = float(found.reshape(-1)[0])
+    source = tensors.pop(zero) if zero else None
+    if source is None:
+        return (scale,)
+    point = weights.read(source).astype(np.float32).reshape(-1)
+    if point.size != 1 or not -128 <= point[0] <= 127:
+        raise tensors.fail(zero, f"must be one number from -128 to 127, found {point[:4].tolist()}")
+    return (scale, float(point[0])) if point[0] else (scale,)
 
 
 def act_order(tensors: Tensors, name: str, columns: int, group: int) -> ActOrder | None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.prequantized.base import FLOATS, Kind, Options, Tensors, act_order, group_size
+from llmc.compiler.prequantized.base import FLOATS, Kind, Options, Tensors, act_order, group_size, input_scale
 from llmc.compiler.prequantized.sources import Bits, Made, Recent, Spread, Unpacked, ordered, unpack, words
+from llmc.compiler.quantized_weights import with_x_scale
 from llmc.compiler.weights import Reshape, WeightSource, read
 from llmc.errors import CheckpointError, CompileError
 
@@ -35,6 +36,8 @@ class _Scheme:
     strategy: str
     group: int
     block: tuple[int, int]
+    inputs: str
+    """What the inputs are rounded to with one scale for all: int8, fp8 or nothing."""
 
 
 def _read(options: Options, tensors: Tensors) -> None:
@@ -66,8 +69,6 @@ def _scheme(options: Options, format: str, tensors: Tensors) -> _Scheme:
     inputs, outputs = options.get("input_activations", dict, {}), options.get("output_activations", dict, {})
     if outputs:
         raise CompileError(f"{options.where}: quantized outputs (output_activations) are not supported")
-    if inputs and not inputs.get("dynamic", False):
-        tensors.notes["static scales of activations (input_scale) are not used: the engine chooses them by row"] = None
     kind = values.get("type", str, allowed=("int", "float"))
     bits = values.get("num_bits", int, allowed=(2, 3, 4, 8) if format == "pack-quantized" else (8,))
     group = group_size(values, "group_size") if values.has("group_size") else 0
@@ -84,7 +85,23 @@ def _scheme(options: Options, format: str, tensors: Tensors) -> _Scheme:
         raise CheckpointError(f"{values.where}: weights can't be dynamic")
     symmetric = values.get("symmetric", bool, True)
     rows_columns = (block[0], block[1]) if block else (0, 0)
-    return _Scheme(tuple(map(str, targets)), format, kind, bits, symmetric, strategy, group, rows_columns)
+    static = _static(options.nested("input_activations", inputs), kind, tensors)
+    return _Scheme(tuple(map(str, targets)), format, kind, bits, symmetric, strategy, group, rows_columns, static)
+
+
+def _static(values: Options, kind: str, tensors: Tensors) -> str:
+    """What ``_Scheme.inputs`` says; others than those that go with the weights are not used, which is noted."""
+    if not values.has("num_bits") or values.get("dynamic", bool, False):
+        return ""
+    numbers = values.get("type", str, "int", allowed=("int", "float"))
+    bits, strategy = values.get("num_bits", int), values.get("strategy", str, "tensor")
+    if numbers == kind and bits == 8 and strategy == "tensor":
+        return "fp8" if kind == "float" else "int8"
+    tensors.notes[
+        f"static scales of inputs of {bits} bits ({numbers}, by {strategy}) beside {kind} weights are not used: "
+        "the engine chooses scales by row"
+    ] = None
+    return ""
 
 
 def _of_module(schemes: list[_Scheme], stem: str, options: Options) -> _Scheme:
@@ -113,6 +130,10 @@ def _is_class(target: str, stem: str) -> bool:
 
 
 def _weight(tensors: Tensors, stem: str, scheme: _Scheme, recent: Recent) -> WeightSource:
+    zero = f"{stem}.input_zero_point"
+    x_scale = input_scale(tensors, f"{stem}.input_scale", zero) if scheme.inputs else ()
+    if len(x_scale) > 1 and scheme.inputs == "fp8":
+        raise tensors.fail(zero, "is not zero, though 8-bit floats have none")
     for name in ("input_scale", "input_zero_point", "output_scale", "output_zero_point"):
         tensors.pop(f"{stem}.{name}")
     codes = _codes(tensors, stem, scheme)
@@ -123,7 +144,8 @@ def _weight(tensors: Tensors, stem: str, scheme: _Scheme, recent: Recent) -> Wei
     group = scheme.block[1] if scheme.strategy == "block" else scheme.group
     order = act_order(tensors, f"{stem}.weight_g_idx", shape[1], scheme.group)
     format = "fp8" if scheme.kind == "float" else "int8" if scheme.bits == 8 else "int4"
-    return ordered(order, codes, scales, zeros, format, group, shape, scale.dtype)
+    weight = ordered(order, codes, scales, zeros, format, group, shape, scale.dtype)
+    return with_x_scale(weight, x_scale)
 
 
 def _codes(tensors: Tensors, stem: str, scheme: _Scheme) -> WeightSource:

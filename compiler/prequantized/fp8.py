@@ -1,18 +1,20 @@
 """8-bit floats as transformers writes them (DeepSeek, Qwen): E4M3 with a scale for each block of 128 x 128.
 
 A weight [..., N, K] is float8_e4m3fn; beside it, ``weight_scale_inv`` [..., N / b, K / b] holds what its numbers are
-multiplied by, in spite of the name, or one number for the whole weight.
+multiplied by, in spite of the name, or one number for the whole weight. With the activation_scheme "static" a module
+has the scale of its inputs too, ``activation_scale``.
 """
 
 from __future__ import annotations
 
-from llmc.compiler.prequantized.base import Kind, Options, Tensors
+from llmc.compiler.prequantized.base import Kind, Options, Tensors, input_scale
 from llmc.compiler.prequantized.sources import Bits, Spread
-from llmc.compiler.quantized_weights import grouped
+from llmc.compiler.quantized_weights import grouped, with_x_scale
 from llmc.compiler.weights import Reshape, WeightSource
 from llmc.errors import CheckpointError
 
 SUFFIX = "_scale_inv"
+INPUTS = ("activation_scale", "input_scale")
 
 
 def _read(options: Options, tensors: Tensors) -> None:
@@ -20,13 +22,19 @@ def _read(options: Options, tensors: Tensors) -> None:
     if block and (len(block) != 2 or any(type(size) is not int or size < 1 for size in block)):
         raise CheckpointError(f"{options.where}: weight_block_size must be two numbers above 0, found {block!r}")
     options.get("fmt", str, "e4m3", allowed=("e4m3",))
-    options.get("activation_scheme", str, "dynamic", allowed=("dynamic", "static"))
+    static = options.get("activation_scheme", str, "dynamic", allowed=("dynamic", "static")) == "static"
     options.ignore("modules_to_not_convert", "dequantize")
-    for name in [name for name in tensors.left if name.endswith(("activation_scale", "input_scale"))]:
-        tensors.notes["static scales of activations are not used: the engine chooses them by row"] = None
-        tensors.pop(name)
     for stem in tensors.stems(SUFFIX):
-        tensors.put(stem, _weight(options, tensors, stem, block))
+        weight = _weight(options, tensors, stem, block)
+        module = stem.removesuffix(".weight")
+        names = [f"{module}.{name}" for name in INPUTS]
+        if static and module != stem:
+            found = next((name for name in names if name in tensors.left), names[0])
+            weight = with_x_scale(weight, input_scale(tensors, found))
+        tensors.put(stem, weight)
+    for name in [name for name in tensors.left if name.endswith(INPUTS)]:
+        tensors.notes["static scales of the inputs of experts are not used: the engine chooses scales by row"] = None
+        tensors.pop(name)
     for name, source in tensors.left.items():
         if source.dtype == "float8_e4m3fn":
             raise tensors.fail(name + SUFFIX, "is missing")

@@ -70,51 +70,44 @@ class Tokens:
     held_out: NDArray[np.int32]
 
 
-def quantize(
-    planned: Planned, tokens: Callable[[], Tokens], dtype: str, work: Work, threads: int, progress: Progress
-) -> Quantization:
-    """Do it.
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Weights to be quantized.
 
-    Args:
-        planned: what to do.
-        tokens: gives the tokens of calibration, if they are needed.
-        dtype: that of the weights that stay.
-        work: keeps results.
-        threads: they change no bit.
-        progress: is told how far it is.
-
-    Raises:
-        CompileError: numbers that are not finite.
-        ResourceError: the disk is full.
+    ``planned``: what to do; ``tokens`` gives those of calibration, if they are needed; ``dtype``: that of the weights
+    that stay; ``work`` keeps results; ``threads`` change no bit; ``progress`` is told how far it is.
     """
-    return Quantizer(planned, tokens, dtype, work, threads, progress).run()
+
+    planned: Planned
+    tokens: Callable[[], Tokens]
+    dtype: str
+    work: Work
+    threads: int
+    progress: Progress
 
 
 class Quantizer:
-    """See ``quantize``."""
+    """Does a job."""
 
-    def __init__(
-        self,
-        planned: Planned,
-        tokens: Callable[[], Tokens],
-        dtype: str,
-        work: Work,
-        threads: int,
-        progress: Progress,
-    ) -> None:
-        self._planned = planned
-        self._tokens = tokens
-        self._dtype = dtype
-        self._work = work
-        self._threads = threads
-        self._progress = progress
+    def __init__(self, job: Job) -> None:
+        self._planned = job.planned
+        self._tokens = job.tokens
+        self._dtype = job.dtype
+        self._work = job.work
+        self._threads = job.threads
+        self._progress = job.progress
         self._by_position: dict[int, list[Site]] = {}
-        for site in planned.chosen:
+        for site in job.planned.chosen:
             if site.product is not None:
                 self._by_position.setdefault(site.product[0], []).append(site)
 
     def run(self) -> Quantization:
-        """Quantize all of it."""
+        """Quantize all of it.
+
+        Raises:
+            CompileError: numbers that are not finite.
+            ResourceError: the disk is full.
+        """
         planned = self._planned
         seen = [s for s in planned.chosen if self._needs(s) is not Statistics.NONE and not self._follows(s)]
         missing = [site for site in seen if self._work.find(site.name) is None]

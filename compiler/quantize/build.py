@@ -13,9 +13,9 @@ import llmc
 from llmc.compiler.lower import LoweredGraph, LoweredModel
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import coverage
-from llmc.compiler.quantize.apply import Quantization, Tokens, quantize
+from llmc.compiler.quantize.apply import Job, Quantization, Quantizer, Tokens
 from llmc.compiler.quantize.decisions import Planned, compute_of, method_text, x_group_of
-from llmc.compiler.quantize.goal import quantize_for_goal
+from llmc.compiler.quantize.goal import Chooser
 from llmc.compiler.quantize.heldout import hold_out
 from llmc.compiler.quantize.interpreter import make_chunks
 from llmc.compiler.quantize.locked import check_calibration
@@ -145,8 +145,8 @@ def quantized(
     with open_work(target, key, progress) as work:
         digest = key_digest(key)
         take_over(work, planned, digest, engines, progress)
-        run = quantize_for_goal if planned.has_goal else quantize
-        found = run(planned, lambda: _tokens(planned, tokens), dtype, work, thread_count(), progress)
+        job = Job(planned, lambda: _tokens(planned, tokens), dtype, work, thread_count(), progress)
+        found = (Chooser if planned.has_goal else Quantizer)(job).run()
         section = described | {"compute": planned.compute, "key": digest}
         if isa is not None:
             section["isa"] = isa

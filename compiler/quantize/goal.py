@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import spend
-from llmc.compiler.quantize.apply import ALL, Quantization, Quantizer, Tokens, inputs_name
-from llmc.compiler.quantize.decisions import Planned
+from llmc.compiler.quantize.apply import ALL, Job, Quantization, Quantizer, inputs_name
 from llmc.compiler.quantize.heldout import perplexity
 from llmc.compiler.quantize.sensitivity import measure
 from llmc.compiler.quantize.sites import Site
-from llmc.compiler.quantize.work import FOUND, SENSITIVITY, TRIES, Work
+from llmc.compiler.quantize.work import FOUND, SENSITIVITY, TRIES
 from llmc.errors import GateError, UsageError
 from llmc.quantization.base import LayerInputs
 
@@ -22,37 +20,23 @@ MARGIN = 0.9
 """Of the allowed damage, where a try has done too much."""
 
 
-def quantize_for_goal(
-    planned: Planned, tokens: Callable[[], Tokens], dtype: str, work: Work, threads: int, progress: Progress
-) -> Quantization:
-    """As ``apply.quantize``, with formats that are chosen for the goal of the plan.
+class Chooser:
+    """Does a job as a Quantizer does, with formats that are chosen for the goal of its plan."""
 
-    Raises:
-        GateError: the perplexity grows by more than is allowed, whatever was tried.
-        UsageError: there is no choice that is small enough.
-    """
-    return _Chooser(planned, tokens, dtype, work, threads, progress).run()
-
-
-class _Chooser:
-    def __init__(
-        self,
-        planned: Planned,
-        tokens: Callable[[], Tokens],
-        dtype: str,
-        work: Work,
-        threads: int,
-        progress: Progress,
-    ) -> None:
-        self._planned = planned
-        self._tokens = tokens
-        self._dtype = dtype
-        self._work = work
-        self._threads = threads
-        self._progress = progress
-        self._choices = spend.Choices(planned.graph, planned, spend.free_layers(planned))
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._planned = job.planned
+        self._work = job.work
+        self._progress = job.progress
+        self._choices = spend.Choices(job.planned.graph, job.planned, spend.free_layers(job.planned))
 
     def run(self) -> Quantization:
+        """Choose, quantize and measure, again if it has to be.
+
+        Raises:
+            GateError: the perplexity grows by more than is allowed, whatever was tried.
+            UsageError: there is no choice that is small enough.
+        """
         layers = self._measured()
         front = self._choices.front(layers)
         while True:
@@ -62,7 +46,7 @@ class _Chooser:
             decided = self._choices.decided(chosen.labels)
             if not decided.chosen:
                 self._nothing(tries)
-            made = Quantizer(decided, self._tokens, self._dtype, self._work, self._threads, self._progress).run()
+            made = Quantizer(replace(self._job, planned=decided)).run()
             found = self._measure(made, math.expm1(chosen.damage))
             allowed = self._planned.max_ppl_increase
             if allowed is None or found["increase"] <= allowed:
@@ -86,7 +70,7 @@ class _Chooser:
         record = self._work.find(SENSITIVITY)
         if record is None:
             choices, graph = self._choices, self._planned.graph
-            Quantizer(self._planned, self._tokens, self._dtype, self._work, self._threads, self._progress).see_inputs()
+            Quantizer(self._job).see_inputs()
             trials = choices.trials()
             self._progress.step("measuring what each layer matters", len(graph.steps), "steps")
             at = 0
@@ -96,8 +80,8 @@ class _Chooser:
                 self._progress.advance(position - at)
                 at = position
 
-            tokens = self._tokens().trials
-            kl = measure(graph, trials, tokens, self._dtype, self._work, self._threads, advance)
+            tokens = self._job.tokens().trials
+            kl = measure(graph, trials, tokens, self._job.dtype, self._work, self._job.threads, advance)
             self._progress.step(
                 "measuring formats", sum(s.numbers for x in choices.layers.values() for s in x), "numbers"
             )
@@ -121,10 +105,10 @@ class _Chooser:
         record = self._work.find(FOUND)
         if record is not None:
             return dict(record.facts)
-        held = self._tokens().held_out
+        held = self._job.tokens().held_out
         self._progress.step("measuring on held-out text", 2 * len(made.graph.steps), "steps")
         source, own = (
-            perplexity(graph, held, self._work, self._threads, self._progress.advance)
+            perplexity(graph, held, self._work, self._job.threads, self._progress.advance)
             for graph in (self._planned.graph, made.graph)
         )
         found = {

@@ -18,12 +18,12 @@ from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import Buffer, View, contiguous, product
 from llmc.compiler.quantize.decisions import COMPUTES, DEFAULT_COMPUTE
-from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
+from llmc.compiler.quantize.replace import CODES, SCALE, X_SCALE, ZERO, QuantizedWeight, replace_weights
 from llmc.compiler.quantize.sites import DOWN, GATE_UP, WEIGHT_INPUTS, Part, Site, find_sites, split_parts, stored_view
 from llmc.compiler.quantized_views import common_scheme, find_quantized, key_of_order, quantized_parts, recast
 from llmc.compiler.quantized_weights import QuantizedSource, describe
 from llmc.compiler.safetensors_writer import Tensor
-from llmc.compiler.weights import Array, Slice, WeightSource, numpy_dtype
+from llmc.compiler.weights import Array, Sized, Slice, WeightSource, numpy_dtype
 from llmc.errors import CompileError, KernelError, UsageError
 from llmc.plugins.quantized_linear import packing
 from llmc.runtime.plan import Storage
@@ -45,8 +45,17 @@ class Imported:
     def text(self) -> str:
         """A line for people: ``of the checkpoint: int4 in groups of 128, computes with int8``."""
         forms = dict.fromkeys(describe(source) for source in self.kept.values())
-        computes = dict.fromkeys(compute_for(source.scheme.format, self.compute) for source in self.kept.values())
+        computes = dict.fromkeys(_computes(site, self.kept[site.name], self.compute) for site in self._kept_sites)
         return f"of the checkpoint: {', '.join(forms)}; computes with {', '.join(computes)}"
+
+    @property
+    def _kept_sites(self) -> list[Site]:
+        return [site for site in self.sites if site.name in self.kept]
+
+    @property
+    def rescaled(self) -> list[Site]:
+        """Experts: the checkpoint has scales for their inputs, and one kernel that multiplies all of them has not."""
+        return [s for s in self._kept_sites if s.experts is not None and _any_x_scale(s.source)]
 
     @property
     def lost(self) -> list[Site]:
@@ -58,7 +67,7 @@ class Imported:
         entries = []
         seen: set[str] = set()
         for site in self.sites:
-            names = [site.name + suffix for suffix in (CODES, SCALE, ZERO) if site.name + suffix in stored]
+            names = [site.name + suffix for suffix in (CODES, SCALE, ZERO, X_SCALE) if site.name + suffix in stored]
             if names:
                 seen.update(names)
                 nbytes = sum(stored[name].nbytes for name in names)
@@ -86,7 +95,11 @@ class Imported:
             "bytes": nbytes,
             "reason": lost if source is None else "",
         }
-        return found if source is None else found | {"method": "as in the checkpoint"}
+        if source is None:
+            return found
+        x_scale = x_scale_of(site, source, self.compute)
+        inputs = {"input_scale": x_scale[0], "input_zero_point": int(sum(x_scale[1:]))} if x_scale else {}
+        return found | inputs | {"method": "as in the checkpoint"}
 
 
 def keep_quantized(graph: LoweredGraph, parameters: Mapping[str, WeightSource], compute: str) -> Imported | None:
@@ -113,12 +126,14 @@ def keep_quantized(graph: LoweredGraph, parameters: Mapping[str, WeightSource], 
         found.pop(name, None)
     _match_experts(graph, found)
     graph = _order_inputs(graph, found)
-    quantized = {name: _weight(name, source, compute) for name, source in found.items()}
-    return Imported(replace_weights(graph, quantized), sites, found, compute)
+    by_name = {site.name: site for site in sites}
+    quantized = {name: _weight(by_name[name], source, compute) for name, source in found.items()}
+    graph = replace_weights(_shift_biases(graph, by_name, found, compute), quantized)
+    return Imported(graph, sites, found, compute)
 
 
-def compute_for(format: str, wanted: str) -> str:
-    """What products with weights of a format compute with.
+def compute_for(format: str, wanted: str, rounds_inputs: bool = False) -> str:
+    """What products with weights of a format compute with; the checkpoint may say that inputs are rounded too.
 
     Raises:
         UsageError: there are no such products.
@@ -127,7 +142,24 @@ def compute_for(format: str, wanted: str) -> str:
         raise UsageError(f"--compute {wanted}: unknown; known: {', '.join(COMPUTES)}")
     if wanted in ("int8", "fp8") and (format == "fp8") != (wanted == "fp8"):
         raise UsageError(f"--compute {wanted}: not for {format} weights; choose auto, bfloat16 or float32")
+    if wanted == "auto" and rounds_inputs:
+        return "fp8" if format == "fp8" else "int8"
     return DEFAULT_COMPUTE[format] if wanted == "auto" else wanted
+
+
+def x_scale_of(site: Site, source: QuantizedSource, compute: str) -> tuple[float, ...]:
+    """The checkpoint's scale of the inputs, and the zero point if there is one; () where products don't use it."""
+    linear = site.product is not None and site.experts is None
+    return source.x_scale if linear and _computes(site, source, compute) in ("int8", "fp8") else ()
+
+
+def _computes(site: Site, source: QuantizedSource, wanted: str) -> str:
+    linear = site.product is not None and site.experts is None
+    return compute_for(source.scheme.format, wanted, linear and bool(source.x_scale))
+
+
+def _any_x_scale(source: WeightSource) -> bool:
+    return any(part.x_scale for part in quantized_parts(source))
 
 
 def _split(site: Site) -> list[list[Part]]:
@@ -139,7 +171,7 @@ def _split(site: Site) -> list[list[Part]]:
     for part in site.parts:
         start, end = end, end + part.rows
         source = find_quantized(Slice(site.source, (slice(start, end),)))
-        forms.append(None if source is None else (source.scheme, source.zero, key_of_order(source)))
+        forms.append(None if source is None else (source.scheme, source.zero, source.x_scale, key_of_order(source)))
     pairs = zip(site.parts, forms, strict=True)
     return [[part for part, _ in group] for _, group in groupby(pairs, key=lambda pair: pair[1])]
 
@@ -208,13 +240,67 @@ def _match_experts(graph: LoweredGraph, found: dict[str, QuantizedSource]) -> No
                 found[name] = recast(found[name], scheme)
 
 
-def _weight(name: str, source: QuantizedSource, compute: str) -> QuantizedWeight:
-    scheme = source.scheme
+def _shift_biases(
+    graph: LoweredGraph, sites: Mapping[str, Site], found: Mapping[str, QuantizedSource], compute: str
+) -> LoweredGraph:
+    """Where inputs have a zero point, what it adds to each product is taken from the bias."""
+    steps, stored = [], dict(graph.weights)
+    for step in graph.steps:
+        weight = step.inputs[1] if step.op == "linear" else None
+        source = None if weight is None else found.get(weight.buffer.name)
+        if weight is None or source is None or len(x_scale_of(sites[weight.buffer.name], source, compute)) < 2:
+            steps.append(step)
+            continue
+        before = step.inputs[2] if len(step.inputs) > 2 else None
+        old = None
+        if before is not None:
+            tensor = stored[before.buffer.name]
+            assert isinstance(tensor, PackedWeight) and before.offset.is_constant, "a bias, or a part of one"
+            old = Slice(tensor.source, (slice(before.offset.constant, before.offset.constant + source.shape[0]),))
+        bias = PackedWeight(f"{weight.buffer.name}.shifted_bias", _ShiftedBias(source, old))
+        stored[bias.name] = bias
+        view = stored_view(bias.name, bias.dtype, bias.shape)
+        steps.append(replace(step, inputs=(*step.inputs[:2], view)))
+    if len(stored) == len(graph.weights):
+        return graph
+    used = {view.buffer.name for step in steps for view in step.inputs if view is not None}
+    return replace(graph, steps=steps, weights={name: tensor for name, tensor in stored.items() if name in used})
+
+
+@dataclass(frozen=True, eq=False)
+class _ShiftedBias(Sized):
+    """bias - scale of the inputs * their zero point * the sum of each row of the weight."""
+
+    weight: QuantizedSource
+    bias: WeightSource | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One number a row."""
+        return self.weight.shape[:1]
+
+    @property
+    def dtype(self) -> str:
+        """As the kernel wants it."""
+        return "float32"
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """The numbers that the codes stand for are summed in float64."""
+        scale, zero = self.weight.x_scale
+        sums = self.weight.quantized_rows(start, stop).dequantize().sum(1, dtype=np.float64)
+        bias = 0 if self.bias is None else self.bias.rows(start, stop).astype(np.float64)
+        return np.asarray(bias - np.float64(np.float32(scale)) * zero * sums, np.float32)
+
+
+def _weight(site: Site, source: QuantizedSource, compute: str) -> QuantizedWeight:
+    name, scheme = site.name, source.scheme
     tensors: dict[str, Tensor] = {CODES: _Codes(name, source), SCALE: _Scales(name + SCALE, source)}
     if source.zero is not None:
         tensors[ZERO] = _Zeros(name + ZERO, source)
-    chosen = compute_for(scheme.format, compute)
-    x_group = scheme.x_group if chosen == "int8" else 0
+    chosen, x_scale = _computes(site, source, compute), x_scale_of(site, source, compute)
+    if x_scale:
+        tensors[X_SCALE] = PackedWeight(name + X_SCALE, Array(np.array(x_scale, np.float32)))
+    x_group = scheme.x_group if chosen == "int8" and not x_scale else 0
     return QuantizedWeight(scheme.format, scheme.group, chosen, x_group, tensors, source.shape[-1])
 
 

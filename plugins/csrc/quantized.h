@@ -70,6 +70,7 @@ struct QuantizedPanels {
   const Block* block = nullptr;
   std::int64_t blocks = 0;
   const float* x_scale = nullptr;
+  float x_zero = 0.0f;
 
   std::int64_t panels() const { return (rows + 15) / 16; }
   std::int64_t panel_bytes() const { return lines * line_bytes(how.format); }

@@ -52,11 +52,12 @@ inline float round_e4m3(float x) {
   return x;
 }
 
-// How the columns of a unit are scaled: by a factor, or divided by a given scale. A unit that is not finite gets zeros,
-// and the factor NaN.
+// How the columns of a unit are scaled: by a factor, or divided by a given scale and moved by a zero point. A unit that
+// is not finite gets zeros, and the factor NaN.
 struct UnitScale {
   float factor, multiplier;
   bool divide;
+  float zero = 0.0f;
 
   LLMC_INLINE f32x16 apply(f32x16 x) const { return divide ? x / broadcast(multiplier) : x * broadcast(multiplier); }
   bool finite() const { return factor == factor; }
@@ -77,7 +78,7 @@ inline UnitScale unit_scale(const QuantizedPanels& w, const float* x, std::int64
   if (any(~(most <= broadcast(std::numeric_limits<float>::max())))) {
     return {std::numeric_limits<float>::quiet_NaN(), 0.0f, false};
   }
-  if (w.x_scale != nullptr) return {*w.x_scale, *w.x_scale, true};
+  if (w.x_scale != nullptr) return {w.x_scale[0], w.x_scale[0], true, w.x_zero};
   const float amax = reduce_max(most), inverse = largest / amax;
   const bool tiny = !(inverse <= std::numeric_limits<float>::max());
   return {amax * (1.0f / largest), tiny ? 0.0f : inverse, false};
@@ -88,17 +89,23 @@ template <bool kDivide>
 LLMC_INLINE std::int32_t round_codes(const UnitScale& scale, const float* x, std::int64_t count, std::int8_t* out) {
   i32x16 sum = zero_ints();
   const f32x16 multiplier = broadcast(scale.multiplier);
-  const auto code = [&](f32x16 v, std::int8_t* to) {
+  const auto code = [&](f32x16 v, f32x16 z, std::int8_t* to) {
     // max|x| * (127 / max|x|) is rounded to 127: only a given scale can cut.
-    v = kDivide ? max(broadcast(-127.0f), min(broadcast(127.0f), v / multiplier)) : v * multiplier;
+    v = kDivide ? max(broadcast(-128.0f), min(broadcast(127.0f), v / multiplier + z)) : v * multiplier;
     const i32x16 q = round_ints(v);
     sum = sum + q;
     store_codes(to, q);
   };
+  const f32x16 z = broadcast(scale.zero);
   std::int64_t i = 0;
-  for (; i + 16 <= count; i += 16) code(load(x + i), out + i);
-  if (i < count) code(load(x + i, static_cast<int>(count - i)), out + i);
-  return static_cast<std::int32_t>(reduce_add(to_float(sum)));  // exact: at most 512 * 127
+  for (; i + 16 <= count; i += 16) code(load(x + i), z, out + i);
+  if (i < count) {  // behind the last column zeros stay
+    float zeros[16];
+    store(zeros, z);
+    const int rest = static_cast<int>(count - i);
+    code(load(x + i, rest), load(zeros, rest), out + i);
+  }
+  return static_cast<std::int32_t>(reduce_add(to_float(sum)));  // exact: at most 512 * 128
 }
 
 template <Format F>

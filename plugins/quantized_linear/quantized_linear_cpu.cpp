@@ -36,10 +36,15 @@ class QuantizedLinear : public Kernel {
       require(bias.stride[0] == 1 || bias.shape[0] == 1, "bias must be contiguous");
     }
     if (x_scale) {
-      require(x_scale.dtype == DType::f32 && x_scale.numel() == 1, "x_scale must be one float32 number");
+      require(x_scale.dtype == DType::f32 && x_scale.ndim == 1 && (x_scale.numel() == 1 || x_scale.numel() == 2),
+              "x_scale must be one or two float32 numbers");
       require(how_.rounds_x() && how_.x_group == 0,
               "x_scale is for the whole of an x that is rounded to int8 or fp8; x_group must be 0");
       w.x_scale = x_scale.as<const float>();
+      if (x_scale.numel() == 2) {
+        require(how_.compute == Compute::int8, "the zero point of x is for int8");
+        w.x_zero = w.x_scale[1];
+      }
     }
     if (y.shape[0] == 0 || y.shape[1] == 0) return;
     lay_out_blocks(w, context.scratch);

@@ -34,6 +34,8 @@ def reference(
     check(format, group, compute, x_group, weight.shape[1])
     if x_scale is not None and (x_group or compute not in LARGEST):
         raise KernelError("x_scale is for the whole of an x that is rounded to int8 or fp8; x_group must be 0")
+    if x_scale is not None and len(x_scale) > 1 and compute != "int8":
+        raise KernelError("the zero point of x is for int8")
     y = _product(x, weight, scale, zero, x_scale, format, group, compute, x_group)
     y = y if bias is None else y + bias.to(x.dtype)
     return y if not function else glu(*y.chunk(2, -1), function=function)
@@ -123,12 +125,13 @@ def _rounded(x: Tensor, pieces: list[packing.Block], compute: str, x_scale: Tens
         amax = x[..., columns].abs().amax(-1, keepdim=True)
         finite = amax.isfinite()
         if x_scale is not None:
-            a = x_scale.float().expand_as(amax)
-            q = x[..., columns] / a
+            a = x_scale[:1].float().expand_as(amax)
+            q = x[..., columns] / a + x_scale[1:].float().sum()
         else:
             a, inverse = amax * (1 / largest), largest / amax
             q = torch.where(inverse.isfinite(), x[..., columns] * inverse, 0.0)
-        q = torch.where(finite, q, 0.0).clamp(-largest, largest)
+        least = -128.0 if compute == "int8" and x_scale is not None else -largest
+        q = torch.where(finite, q, 0.0).clamp(least, largest)
         factors.append(torch.where(finite, a, torch.nan))
         if number == pieces.index(unit[0]):
             values[..., columns] = q.round() if compute == "int8" else q.to(torch.float8_e4m3fn).float()
@@ -188,7 +191,8 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
             x = rng.standard_normal((rows, inner), np.float32) * np.float32(0.5 + turn)
             weight = random_weight(rng, outer, inner, format, group, zeros)
             bias = rng.standard_normal(outer, np.float32) if turn % 2 else None
-            static = np.array([0.03], np.float32) if compute in LARGEST and turn % 4 == 3 else None
+            static = np.array([0.03, -40][: 1 + (compute == "int8" and turn > 3)], np.float32)
+            static = static if compute in LARGEST and turn % 4 == 3 else None
             units = (0, group, min(group, 128), 0 if group else 48)
             x_group = units[(number + turn) % 4] if compute in LARGEST and static is None else 0
             x_group = x_group if x_group in (0, group) or (x_group % 8 == 0 and group % x_group == 0) else 0

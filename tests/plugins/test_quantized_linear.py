@@ -211,11 +211,14 @@ def test_rows_may_be_strided(isa: str) -> None:
 
 
 @EACH_ISA
-def test_a_given_scale_cuts(isa: str) -> None:
-    weight = random_weight(np.random.default_rng(8), 16, 40, "int8", 0)
-    x = np.linspace(-9, 9, 120, dtype=np.float32).reshape(3, 40)
-    given = attributes("int8", 0) | {"x_scale": np.array([0.05], np.float32)}
-    q = np.clip(np.round(x / np.float32(0.05)), -127, 127)
+@pytest.mark.parametrize("point", [None, -30.0, 128.0])
+def test_a_given_scale_cuts(isa: str, point: float | None) -> None:
+    """The zero point moves codes of columns that there are, and no others; 37 columns fill no line."""
+    weight = random_weight(np.random.default_rng(8), 16, 37, "int8", 0)
+    x = np.linspace(-9, 9, 111, dtype=np.float32).reshape(3, 37)
+    scale = np.array([0.05, point or 0.0], np.float32)
+    given = attributes("int8", 0) | {"x_scale": scale[: 1 if point is None else 2]}
+    q = np.clip(np.round(x / np.float32(0.05) + scale[1]), -128, 127)
     exact = (q @ (weight[0].astype(np.float64) - 128).T) * (weight[1].T.astype(np.float64) * np.float32(0.05))
     np.testing.assert_allclose(run(x, weight, isa, **given), exact, 1e-6, 1e-6)
 
@@ -249,6 +252,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
         ([x, packed], {}, "takes x, weight, scale"),
         (x_scale, {}, "x_scale is for the whole"),
         (x_scale, {"compute": "bfloat16", "x_group": 0}, "x_scale is for the whole"),
+        ([*x_scale[:5], np.ones(3, np.float32)], {"x_group": 0}, "x_scale must be one or two"),
     ):
         y = np.full((2, 20), 7, np.float32)
         with pytest.raises(kernels.KernelError, match=message):

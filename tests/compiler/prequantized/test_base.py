@@ -20,10 +20,10 @@ from llmc.errors import CheckpointError, CompileError, LlmcError
 
 
 def test_kinds() -> None:
-    assert sorted(kinds()) == ["awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4"]
+    assert sorted(kinds()) == ["awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4", "torchao"]
 
 
-@pytest.mark.parametrize("method", ["torchao", "hqq", None, 3])
+@pytest.mark.parametrize("method", ["quanto", "hqq", None, 3])
 def test_a_method_that_is_not_known(tmp_path: Path, method: Any) -> None:
     write_quantized(tmp_path, AWQ | {"quant_method": method}, pack_awq)
     with pytest.raises(CompileError, match=rf"quantized by {method!r}, which is not supported; supported: awq, "):

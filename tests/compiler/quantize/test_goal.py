@@ -98,7 +98,7 @@ def test_a_choice_that_does_too_much_is_made_again(
     model: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first measurement is made to fail: the second choice is larger, and of the same bytes as without a first."""
-    measured = goal._Chooser._measure
+    measured = goal.Chooser._measure
     calls: list[float] = []
 
     def fake(self: Any, made: Any, estimated: float) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def test_a_choice_that_does_too_much_is_made_again(
         return found | ({"increase": 0.04} if len(calls) == 1 else {"increase": 0.001})
 
     with monkeypatch.context() as patch:
-        patch.setattr(goal._Chooser, "_measure", fake)
+        patch.setattr(goal.Chooser, "_measure", fake)
         _, report = quantize(model, "rtn:group=64", tmp_path, max_ppl_increase="2%")
     (tried,) = report["goal"]["tries"]
     assert tried["increase"] == 0.04 and tried["next"] == pytest.approx(0.9 * np.log(1.02) / np.log(1.04), rel=1e-4)
     assert report["goal"]["held_out"]["estimated"] <= np.expm1(np.log(1.02) * tried["next"]) * (1 + 1e-9)
     with monkeypatch.context() as patch:
-        patch.setattr(goal._Chooser, "_measure", lambda *given: measured(*given) | {"increase": 0.5})
+        patch.setattr(goal.Chooser, "_measure", lambda *given: measured(*given) | {"increase": 0.5})
         with pytest.raises(GateError, match=r"2%: on held-out text the perplexity grew by 50 % "):
             quantize(model, "rtn:group=64", tmp_path, max_ppl_increase="2%")
 
