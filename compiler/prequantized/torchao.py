@@ -7,6 +7,8 @@ https://github.com/pytorch/ao. A weight ``m.weight`` [N, K] of a class of torcha
     Int4Tensor                             two signed codes a byte, the first below, in groups of columns; scales and
                                            offsets [K / group, N]: code * scale + offset
     Float8Tensor                           E4M3 [N, K] with scales as above
+
+Inputs that the library would round row by row are computed with as ``--compute`` says.
 """
 
 from __future__ import annotations
@@ -68,7 +70,6 @@ def _integers(data: Options, tensors: Tensors, stem: str, recent: Recent) -> Wei
         if found.min() + middle < 0 or found.max() + middle >= 2 * middle:
             raise tensors.fail(zero, f"has numbers from {found.min()} to {found.max()}, for codes of {bits} bits")
         zeros = spread(Bits(stored, middle)) if found.any() else None
-    data.get("activation_quantization", dict, {})  # of each row when it comes: as the engine does
     x_scale: tuple[float, ...] = ()
     if f"{stem}act_quant_scale" in tensors.left:
         x_scale = input_scale(tensors, f"{stem}act_quant_scale", f"{stem}act_quant_zero_point")
@@ -82,7 +83,6 @@ def _int4(data: Options, tensors: Tensors, stem: str, recent: Recent) -> WeightS
     ones, group = _sizes(data, "block_size")
     if ones != 1 or group < 1 or columns % 2:
         raise CompileError(f"{data.where}: blocks of {ones} x {group} in a weight of {rows} x {columns}")
-    data.get("activation_dtype", dict, {})
     packed = tensors.take(f"{stem}qdata", ("int8", "uint8"), (rows, columns // 2))
     grid = (-(-columns // group), rows)
     scale = tensors.take(f"{stem}scale", FLOATS, grid)
@@ -110,8 +110,6 @@ class _Signed(Unpacked):
 def _float8(data: Options, tensors: Tensors, stem: str, recent: Recent) -> WeightSource:
     qdata = tensors.take(f"{stem}qdata", "float8_e4m3fn", (None, None))
     scale, spread, group = _blocks(data, tensors, stem, qdata.shape)
-    for name in ("mm_config", "act_quant_kwargs", "kernel_preference"):
-        data.get(name, dict, {})
     return grouped(Bits(qdata), spread(scale), None, "fp8", group, qdata.shape, _dtype(data, "dtype", FLOATS))
 
 

@@ -130,7 +130,7 @@ def _rounded(x: Tensor, pieces: list[packing.Block], compute: str, x_scale: Tens
         else:
             a, inverse = amax * (1 / largest), largest / amax
             q = torch.where(inverse.isfinite(), x[..., columns] * inverse, 0.0)
-        least = -128.0 if compute == "int8" and x_scale is not None else -largest
+        least = torch.tensor(-128.0) if compute == "int8" and x_scale is not None else -largest
         q = torch.where(finite, q, 0.0).clamp(least, largest)
         factors.append(torch.where(finite, a, torch.nan))
         if number == pieces.index(unit[0]):
@@ -191,8 +191,8 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
             x = rng.standard_normal((rows, inner), np.float32) * np.float32(0.5 + turn)
             weight = random_weight(rng, outer, inner, format, group, zeros)
             bias = rng.standard_normal(outer, np.float32) if turn % 2 else None
-            static = np.array([0.03, -40][: 1 + (compute == "int8" and turn > 3)], np.float32)
-            static = static if compute in LARGEST and turn % 4 == 3 else None
+            given = [0.03, -40.0][: 1 + (compute == "int8" and turn > 3)]
+            static = np.array(given, np.float32) if compute in LARGEST and turn % 4 == 3 else None
             units = (0, group, min(group, 128), 0 if group else 48)
             x_group = units[(number + turn) % 4] if compute in LARGEST and static is None else 0
             x_group = x_group if x_group in (0, group) or (x_group % 8 == 0 and group % x_group == 0) else 0

@@ -121,8 +121,7 @@ def test_fp8_of_transformers(tmp_path: Path) -> None:
     """Inputs of q, k and v have scales of their own: they become products of their own."""
     write_quantized(tmp_path / "model", STATIC, pack_static, "float32")
     checkpoint = Checkpoint.open(tmp_path / "model")
-    sizes = {key: getattr(checkpoint.config, key) for key in SIZES}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False)).eval()
+    model = LlamaForCausalLM(checkpoint.config).float().eval()
     weights = {name: read(checkpoint.weight(name)).astype(np.float32) for name in checkpoint.names}
     model.load_state_dict({name: torch.from_numpy(np.array(values)) for name, values in weights.items()})
 

@@ -43,7 +43,7 @@ def int4(weight: NDArray[np.float32], random: np.random.Generator, group: int, o
     codes, scale, _ = random_codes(weight, random, 4, group, np.float32)
     signed = codes.astype(np.int8) - 8
     scale = bfloat16(scale)
-    offset = bfloat16(random.uniform(-1, 1, scale.shape) * scale.astype(np.float32)) if offsets else scale * 0
+    offset = bfloat16(random.uniform(0.25, 1, scale.shape) * scale.astype(np.float32)) if offsets else scale * 0
     packed = signed[:, ::2] & 15 | signed[:, 1::2] << 4
     values = np.zeros(weight.shape, np.float32)
     for row, column in np.ndindex(*weight.shape):
@@ -113,12 +113,12 @@ def test_scales_of_inputs(tmp_path: Path) -> None:
     ("kind", "data", "message"),
     [
         ("Int4TilePackedTo4dTensor", {}, "'Int4TilePackedTo4dTensor' is not supported; supported: Int8Tensor, Intx"),
-        ("Int8Tensor", {"block_size": [1, 30]}, "blocks of 1 x 30 don't divide 64 x 64"),
-        ("Int8Tensor", {"block_size": [1, 64]}, "_weight_scale': has the shape [64, 2], expected [64, 1]"),
+        ("Int8Tensor", {"block_size": [1, 30]}, "blocks of 1 x 30 don't divide "),
+        ("Int8Tensor", {"block_size": [1, 16]}, "_weight_scale': has the shape ["),
         ("Int8Tensor", {"block_size": [1, 2, 3]}, "block_size [1, 2, 3] is not supported; two numbers are"),
         ("Int8Tensor", {"dtype": {"_data": "int3"}}, "_data 'int3' is not supported; supported: float16"),
         ("IntxUnpackedToInt8Tensor", {"target_dtype": {"_data": "int4"}}, "has numbers from -"),
-        ("Int4Tensor", {"block_size": [2, 32]}, "blocks of 2 x 32 in a weight of 64 x 64"),
+        ("Int4Tensor", {"block_size": [2, 32]}, "blocks of 2 x 32 in a weight of "),
     ],
 )
 def test_what_is_refused(tmp_path: Path, kind: str, data: dict[str, Any], message: str) -> None:
