@@ -12,6 +12,10 @@ from packed import random_model
 from quantizable import compiled, distance, logits, quantize, samples, save_model
 
 from llmc.compiler.api import Compiled
+from llmc.compiler.quantize.sites import find_sites
+from llmc.compiler.weights import WeightSource
+from llmc.quantization.base import parse_method
+from llmc.quantization.statistics import InputCollector
 
 METHODS = {
     "rtn:bits=8,group=32": 0.06,
@@ -25,6 +29,7 @@ METHODS = {
     "smoothquant:inputs=token": 0.07,
     "fp8": 0.17,
     "fp8:scale=block,inputs=fp8": 0.25,
+    "fp8:scale=tensor,inputs=fp8": 0.25,
 }
 """Largest relative distance of the logits of random models, whose weights have no structure that would help."""
 
@@ -59,6 +64,58 @@ def test_logits_stay_near(model: Compiled, tmp_path: Path) -> None:
         assert ops["linear"] == sum(reason.startswith(("router", "too small")) for reason in left)
         assert not (tmp_path / ".engine.llmc-quant").exists()
     assert not failed
+
+
+OTHERS = ["opt", "gpt_bigcode", "phi3", "apertus", "cohere", "more-lfm2", "more-dbrx", "more-qwen3_next"]
+"""Scales that fold nowhere or elsewhere, merged projections, activations without a gate, and steps of other kinds."""
+
+ERRORS = {"rtn": 0.13, "gptq": 0.3, "awq": 0.2, "smoothquant": 0.02, "fp8": 0.04}
+"""The largest relative error of a weight; gptq and awq care for outputs instead."""
+
+CYCLE = ["gptq:group=32", "awq:group=32", "smoothquant", "rtn:bits=4,group=32", "fp8", "gptq:bits=8,group=0"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_mixed_methods_on_other_families(name: str, tmp_path: Path) -> None:
+    """Each role has another method, in two turns; every weight is near what it was, and the head stays a float."""
+    model = compiled(save_model(name.removeprefix("more-"), tmp_path / "model"), dtype="float32")
+    (ids,) = samples(1, 40, seed=9)
+    wanted = logits(model.lowered, ids)
+    turn = OTHERS.index(name)
+    for number in (turn, turn + 3):
+        methods = [CYCLE[(number + i) % len(CYCLE)] for i in range(4)]
+        roles = ("attention", "mlp", "experts", "other")
+        found = {site.role for site in find_sites(model.steps, parameters_of(model)) if not site.is_router}
+        rules = [f"- {{role: {role}, method: '{m}'}}" for role, m in zip(roles, methods, strict=True) if role in found]
+        (tmp_path / "recipe.yaml").write_text("\n".join(["method: fp8", "rules:", *rules]))
+        lowered, report = quantize(model, "none", tmp_path, recipe=tmp_path / "recipe.yaml", calib_samples=4)
+        done = [entry for entry in report["weights"] if "format" in entry and entry.get("role")]
+        assert done and {entry["role"] for entry in done} >= found - {"head", "embedding"}
+        wrong = [
+            f"{e['name']}: {e['method']} {e['error']}" for e in done if e["error"] > ERRORS[e["method"].split(":")[0]]
+        ]
+        assert not wrong
+        routed = any(step.op == "moe" for step in model.steps.steps)
+        assert distance(logits(lowered, ids), wanted) < 0.5 + ROUTED * routed
+
+
+def parameters_of(model: Compiled) -> dict[str, WeightSource]:
+    return {name: model.checkpoint.weight(name) for name in model.checkpoint.names}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1056), (3, 40), (130, 200)])
+def test_matrices_of_odd_sizes(method: str, rows: int, columns: int) -> None:
+    """One row, fewer columns than a group, and columns that no group divides."""
+    random = np.random.default_rng(rows)
+    weight = random.standard_normal((rows, columns), np.float32)
+    quantizer = parse_method(method)
+    collector = InputCollector(columns, quantizer.needs, name="x", threads=1)
+    collector.add(random.standard_normal((96, columns), np.float32))
+    quantized, _ = quantizer.quantize(weight, collector.finish())
+    assert quantized.codes.shape == weight.shape
+    assert quantized.scale.shape == (rows, quantizer.weights.groups(columns))
+    assert distance(quantized.dequantize(), weight) < 2 * ERRORS[quantizer.name]
 
 
 def test_without_rounded_inputs_only_the_weights_err(tmp_path: Path) -> None:

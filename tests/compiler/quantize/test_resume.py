@@ -52,10 +52,22 @@ def same(a: Path, b: Path) -> bool:
     return all(filecmp.cmp(a / name, b / name, shallow=False) for name in names)
 
 
-@pytest.mark.parametrize("method", ["gptq:group=32", "awq:group=32", "rtn"])
-def test_killed_builds_end_with_the_same_bytes(builder: Builder, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "goal"),
+    [
+        ("gptq:group=32", ()),
+        ("awq:group=32", ()),
+        ("rtn", ()),
+        ("rtn:group=64", ("--budget", "6bpw")),
+        ("awq:group=64", ("--max-ppl-increase", "10%")),
+    ],
+)
+def test_killed_builds_end_with_the_same_bytes(
+    builder: Builder, tmp_path: Path, method: str, goal: tuple[str, ...]
+) -> None:
+    """Killed at ten moments from the first step of quantization to the last of all."""
     calib = token_file(tmp_path / "calib.jsonl", 16, 64, vocabulary=48)
-    options = ("--quant", method, "--calib-length", 32)
+    options = ("--quant", method, "--calib-length", 32, *goal)
     options += () if method == "rtn" else ("--calib", calib)
     whole = builder.start(tmp_path / "whole", *options)
     assert whole.wait() == 0, whole.printed()
@@ -64,7 +76,8 @@ def test_killed_builds_end_with_the_same_bytes(builder: Builder, tmp_path: Path,
     ended = False
     for number in range(10):
         run = builder.start(tmp_path / "e", *options)
-        ended = run.signal(signal.SIGKILL, 4 + number % (steps - 3), chance.uniform(0, 0.03)) == 0
+        step = 4 + (number * (steps - 4) // 9 if goal else number % (steps - 3))
+        ended = run.signal(signal.SIGKILL, step, chance.uniform(0, 0.03)) == 0
         assert set(os.listdir(tmp_path)) <= {"whole", "calib.jsonl", "e", *LEFT}
         if ended:
             shutil.rmtree(tmp_path / "e")
