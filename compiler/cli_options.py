@@ -58,8 +58,8 @@ def _weights() -> list[Callable[[Command], Command]]:
             "--compute",
             default="auto",
             show_default=True,
-            help="What quantized products compute with: int8, bfloat16, float32, fp8 (fp8 weights only) or auto; on the "
-            "CPU that is int8 for int4 and int8 weights and bfloat16 for fp8 weights, or what the method or the "
+            help="What quantized products compute with: int8, bfloat16, float32, fp8 (fp8 weights only) or auto; on "
+            "the CPU that is int8 for int4 and int8 weights and bfloat16 for fp8 weights, or what the method or the "
             "checkpoint says of the inputs.",
         ),
         click.option("--quant-lm-head", is_flag=True, help="Quantize the output layer too."),

@@ -66,7 +66,7 @@ def test_logits_stay_near(model: Compiled, tmp_path: Path) -> None:
     assert not failed
 
 
-OTHERS = ["opt", "gpt_bigcode", "phi3", "apertus", "cohere", "more-lfm2", "more-dbrx", "more-qwen3_next"]
+OTHERS = ["opt", "gpt_bigcode", "phi3", "apertus", "cohere", "lfm2", "dbrx", "qwen3_next"]
 """Scales that fold nowhere or elsewhere, merged projections, activations without a gate, and steps of other kinds."""
 
 ERRORS = {"rtn": 0.13, "gptq": 0.3, "awq": 0.2, "smoothquant": 0.02, "fp8": 0.04}
@@ -78,7 +78,7 @@ CYCLE = ["gptq:group=32", "awq:group=32", "smoothquant", "rtn:bits=4,group=32", 
 @pytest.mark.parametrize("name", OTHERS)
 def test_mixed_methods_on_other_families(name: str, tmp_path: Path) -> None:
     """Each role has another method, in two turns; every weight is near what it was, and the head stays a float."""
-    model = compiled(save_model(name.removeprefix("more-"), tmp_path / "model"), dtype="float32")
+    model = compiled(save_model(name, tmp_path / "model"), dtype="float32")
     (ids,) = samples(1, 40, seed=9)
     wanted = logits(model.lowered, ids)
     turn = OTHERS.index(name)
