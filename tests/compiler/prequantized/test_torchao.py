@@ -151,7 +151,6 @@ METHODS = {
 @pytest.mark.parametrize("method", METHODS)
 def test_like_the_library(tmp_path: Path, method: str) -> None:
     """Transformers quantizes and saves; what the library dequantizes is bit-equal."""
-    pytest.importorskip("torchao", reason="torchao makes the checkpoint")
     import torch
     from torchao import quantization
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
