@@ -28,7 +28,7 @@ Cost = tuple[tuple[int, float], ...]
 COSTS: Mapping[str, Cost] = {
     "cpu": ((1, 1.0), (2, 1.06), (4, 1.2), (8, 1.5), (16, 2.2), (32, 3.8), (64, 7.0)),
 }
-"""What a target is taken to cost, if nothing is measured: a small model on two cores with AVX-512."""
+"""What a target is taken to cost, if nothing is measured: an estimate for a small model on two cores with AVX-512."""
 
 
 @dataclass(frozen=True)
