@@ -4,6 +4,7 @@ Inputs are positional, an absent optional one is None; attributes are keyword-on
 ``torch.ops.llmc.norm(x, weight, None, epsilon=1e-6, kind="rms", offset=0.0)``.
 """
 
+import json
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ def schema(op: Op) -> str:
     """The op in torch's schema language."""
     inputs = [f"Tensor? {name[:-1]}" if name.endswith("?") else f"Tensor {name}" for name in op.inputs]
     attributes = [f"{_TYPES[kind]} {name}" for name, kind in op.attributes.items()]
+    attributes += [f"{_TYPES[type(value)]} {name}={json.dumps(value)}" for name, value in op.stored_attributes.items()]
     arguments = inputs + (["*", *attributes] if attributes else [])
     outputs = ", ".join(["Tensor"] * len(op.outputs))
     return f"{op.name}({', '.join(arguments)}) -> {f'({outputs})' if len(op.outputs) > 1 else outputs}"
