@@ -3,6 +3,6 @@
 set -eu
 ruff check .
 ruff format --check .
-find plugins tests \( -name '*.cpp' -o -name '*.h' \) -print0 | xargs -0 clang-format --dry-run -Werror
+find plugins tests \( -name '*.cpp' -o -name '*.h' -o -name '*.cuh' \) -print0 | xargs -0 clang-format --dry-run -Werror
 mypy
 lint-imports

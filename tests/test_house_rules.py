@@ -68,7 +68,7 @@ def test_the_architecture_page_is_short() -> None:
 def test_the_source_stays_within_its_line_budget() -> None:
     """Growth is a decision: raise the budget in the change that needs it."""
     budget = int((ROOT / "tests/line_budget.txt").read_text())
-    native = [p for suffix in ("*.cpp", "*.h") for p in (ROOT / "plugins").rglob(suffix)]
+    native = [p for suffix in ("*.cpp", "*.h", "*.cuh") for p in (ROOT / "plugins").rglob(suffix)]
     lines = sum(len(p.read_text().splitlines()) for p in [*SOURCES, *native])
     print(f"{lines} lines of source, budget {budget}")
     assert lines <= budget
