@@ -1,6 +1,6 @@
 """Kernels of plugins/*/cuda.py on the CPU: compiles a `Kernel` with g++ on the emulator in simt/ and launches it.
 
-Builds are kept by content in $LLMC_TEST_CACHE (default: ~/.cache/llmc-tests), so that a kernel is compiled once. Mode
+Builds are kept by content in $XDG_CACHE_HOME/llmc-tests (default: ~/.cache), so that a kernel is compiled once. Mode
 "checked" reports every stray, uninitialised or racing access; "plain" is faster; "coverage" counts lines for gcov.
 """
 
@@ -50,7 +50,7 @@ class Options(ctypes.Structure):
 
 def cache_folder() -> Path:
     """Where builds are kept."""
-    folder = Path(os.environ.get("LLMC_TEST_CACHE", "~/.cache/llmc-tests")).expanduser() / "cuda"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmc-tests/cuda"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
