@@ -106,11 +106,11 @@ DEV void mma16816(F16, float* c, const uint32_t* a, const uint32_t* b) {
 // c [16, 8] += a [16, 32] b [32, 8] of bytes: a[g + 8 (j / 4 % 2)][4 t + j % 4 + 16 (j / 8)],
 // b[4 t + j % 4 + 16 (j / 4)][g], c as above.
 DEV void mma16832_s8(int32_t* c, const uint32_t* a, const uint32_t* b) { LLMC_MMA("m16n8k32", "s32.s8.s8.s32", "+r"); }
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+// From sm_89 on; a template, so that older targets compile it only where it is called, which is an error.
+template <int = 0>
 DEV void mma16832_e4m3(float* c, const uint32_t* a, const uint32_t* b) {
   LLMC_MMA("m16n8k32", "f32.e4m3.e4m3.f32", "+f");
 }
-#endif
 
 // ---- numbers
 

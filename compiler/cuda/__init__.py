@@ -1,0 +1,1 @@
+"""Kernels of the CUDA target: compiled on any machine, without a GPU, a driver or a toolkit."""
