@@ -45,10 +45,10 @@ def _function(function: str, inputs: list[Tensor], y: Tensor) -> str:
         raise KernelError(f"elementwise {function} of {', '.join(x.dtype for x in inputs)}")
     (kind,) = kinds
     if len(inputs) == 2:
-        if function == "pow" and kind != "float" or kind == "bool" and function in ("div", "mod", "fmod", "sub"):
+        if (function == "pow" and kind != "float") or (kind == "bool" and function in ("div", "mod", "fmod", "sub")):
             raise KernelError(f"elementwise {function} has no CUDA kernel for {inputs[0].dtype}")
         return f"elementwise2<F_{function}, {views.types(*inputs, y)}>"
     general = function in GENERAL or kind != "float"
-    if kind != "float" and function not in INTEGER or kind == "bool" and function not in GENERAL:
+    if (kind != "float" and function not in INTEGER) or (kind == "bool" and function not in GENERAL):
         raise KernelError(f"elementwise {function} has no CUDA kernel for {inputs[0].dtype}")
     return f"elementwise1<{'G' if general else 'F'}_{function}, {views.types(*inputs, y)}>"

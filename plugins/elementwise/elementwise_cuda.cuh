@@ -32,12 +32,12 @@ struct G_isnan {
   static DEV bool apply(float x) { return x != x; }
 };
 
-#define LLMC_BINARY(name, result)    \
-  struct F_##name {                  \
-    template <class T>               \
+#define LLMC_BINARY(name, result)     \
+  struct F_##name {                   \
+    template <class T>                \
     static DEV auto apply(T a, T b) { \
-      return result;                 \
-    }                                \
+      return result;                  \
+    }                                 \
   };
 
 LLMC_BINARY(add, a + b)

@@ -8,8 +8,16 @@ from llmc.plugins.cuda import Call, Kernel, Launch
 PARAMS = views.params_type(
     "Gather",
     ("x", "ids", "y"),
-    ("count", "inner", "size", "x_stride")
-    + (*views.names("n", 1), *views.names("iy"), *views.names("m", 1), *views.names("xz")),
+    (
+        "count",
+        "inner",
+        "size",
+        "x_stride",
+        *views.names("n", 1),
+        *views.names("iy"),
+        *views.names("m", 1),
+        *views.names("xz"),
+    ),
 )
 
 

@@ -22,9 +22,7 @@ def launches(call: Call) -> list[Launch]:
         PARAMS,
         views.THREADS,
     )
-    walk = views.walk_params(
-        views.merged(ids.shape[:-1], data.strides[:-1], ids.strides[:-1], y.strides[:-1]), "xiy"
-    )
+    walk = views.walk_params(views.merged(ids.shape[:-1], data.strides[:-1], ids.strides[:-1], y.strides[:-1]), "xiy")
     del walk["n0"]
     total = views.count(y.shape)
     return views.launch(

@@ -20,9 +20,7 @@ def launches(call: Call) -> list[Launch]:
     else:
         name, mean = ("sum", True) if function == "mean" else (function, False)
         template = f"reduce<R_{name}, {_bool(mean)}, {views.types(x, y)}>"
-    kernel = Kernel(
-        f"reduce_{function}_{views.short(x, y)}", "reduce/reduce_cuda.cuh", template, PARAMS, 32
-    )
+    kernel = Kernel(f"reduce_{function}_{views.short(x, y)}", "reduce/reduce_cuda.cuh", template, PARAMS, 32)
     outer = views.walk_params(views.merged(x.shape[:kept], x.strides[:kept], y.strides), "xy")
     inner = views.walk_params(views.merged(x.shape[kept:], x.strides[kept:]), "r")
     walk = {**outer, **{name.replace("n", "m"): value for name, value in inner.items()}}

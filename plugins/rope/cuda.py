@@ -8,8 +8,19 @@ from llmc.plugins.cuda import Call, Kernel, Launch
 PARAMS = views.params_type(
     "Rope",
     ("x", "positions", "table", "index", "sign", "y"),
-    ("count", "size", "heads", "columns", "positions_stride")
-    + ("x_token", "x_head", "x_dim", "y_token", "y_head", "y_dim"),
+    (
+        "count",
+        "size",
+        "heads",
+        "columns",
+        "positions_stride",
+        "x_token",
+        "x_head",
+        "x_dim",
+        "y_token",
+        "y_head",
+        "y_dim",
+    ),
 )
 
 

@@ -23,9 +23,7 @@ def launches(call: Call) -> list[Launch]:
         PARAMS,
         32,
     )
-    walk = views.walk_params(
-        views.merged(x.shape[:-1], x.strides[:-1], y.strides[:-1], places.strides[:-1]), "xyi"
-    )
+    walk = views.walk_params(views.merged(x.shape[:-1], x.strides[:-1], y.strides[:-1], places.strides[:-1]), "xyi")
     del walk["n0"]
     return views.launch(
         kernel,

@@ -4,8 +4,8 @@
 
 DEV float sigmoid_(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-#define LLMC_UNARY(name, result)                   \
-  struct F_##name {                                \
+#define LLMC_UNARY(name, result)                       \
+  struct F_##name {                                    \
     static DEV float apply(float x) { return result; } \
   };
 

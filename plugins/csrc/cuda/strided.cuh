@@ -1,5 +1,5 @@
-// Elements of strided views: what the small ops share. Numbers are computed as float, int64_t or bool, whatever they are
-// stored as; see plugins/cuda_views.py for the sizes and strides.
+// Elements of strided views: what the small ops share. Numbers are computed as float, int64_t or bool, whatever they
+// are stored as; see plugins/cuda_views.py for the sizes and strides.
 #pragma once
 #include "csrc/cuda/device.cuh"
 

@@ -1,0 +1,45 @@
+"""The small ops on the emulator: each agrees with its reference, in every order of threads."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from contract import Contract, check_op
+
+from llmc.plugins import Sample, all_ops
+from llmc.plugins.elementwise import FUNCTIONS
+
+CONTRACTS = {
+    "norm": (Contract("norm", keep=("weight?", "bias?")), "bfloat16"),
+    "add_norm": (Contract("add_norm", keep=("weight?", "bias?"), units=12), "float16"),
+    "rope": (Contract("rope", keep=("table", "sign")), "bfloat16"),
+    "glu": (Contract("glu"), "bfloat16"),
+    "softmax": (Contract("softmax", units=8), "float32"),
+    "reduce": (Contract("reduce", units=8), "float32"),
+    "cumsum": (Contract("cumsum", units=8), "float32"),
+    "topk": (Contract("topk"), "float32"),
+    "gather": (Contract("gather"), "bfloat16"),
+    "gather_elements": (Contract("gather_elements"), "float32"),
+    "scatter_elements": (Contract("scatter_elements"), "float32"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_agrees_with_the_reference(name: str) -> None:
+    contract, dtype = CONTRACTS[name]
+    assert check_op(contract, dtype)
+
+
+def matrices(rng: np.random.Generator) -> Iterator[Sample]:
+    """The samples of elementwise that are matrices; int32 only once."""
+    for sample in all_ops()["elementwise"].samples(rng):
+        small = sample.inputs[0].dtype == np.int32 and sample.attributes["function"] != "mod"
+        if sample.inputs[0].ndim == 2 and not small:
+            yield sample
+
+
+def test_every_function_of_elementwise() -> None:
+    found = check_op(Contract("elementwise", samples=matrices, units=8), "float32")
+    assert {name.split("_f32")[0].split("_i")[0].split("_b")[0] for name in found} >= {
+        f"elementwise_{name}" for name in FUNCTIONS if name not in ("isnan", "not")
+    }
