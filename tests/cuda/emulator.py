@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,18 +81,21 @@ def included(text: str, folders: Sequence[Path]) -> str:
     return "".join([text, *(f"\n// {path.name}\n{body}" for path, body in sorted(seen.items()))])
 
 
-def build(key: str, suffix: str, make: Any) -> Path:
+def build(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """The file for this key, made by ``make(path)`` unless it is there; one process makes it, others wait."""
-    path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}"
+    return build_at(cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}{suffix}", make)
+
+
+def build_at(path: Path, make: Callable[[Path], None]) -> Path:
+    """The file at this path, made by ``make(path)`` unless it is there."""
     if path.exists():
         return path
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            partial = path.with_name(f"{path.stem}.{os.getpid()}{suffix}")
+            partial = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
             make(partial)
             os.replace(partial, path)
-    path.with_suffix(".lock").unlink(missing_ok=True)
     return path
 
 
@@ -118,8 +122,33 @@ def runtime_library() -> Path:
 
 def library_of(kernel: Kernel, mode: str = "checked") -> Path:
     """The library with this kernel."""
-    text = kernel.source_text
-    key = "|".join([included(text, [PLUGINS, SIMT]), mode, *FLAGS, *MODES[mode], _version(compiler())])
+    return libraries([kernel], mode)[kernel.name]
+
+
+def libraries(kernels: Iterable[Kernel], mode: str = "checked") -> dict[str, Path]:
+    """The library of each kernel. Those that are missing are compiled, kernels of one source at once."""
+    places = {kernel.name: _place(kernel, mode) for kernel in kernels}
+    groups: dict[tuple[str, type[Any]], list[Kernel]] = {}
+    for kernel in {kernel.name: kernel for kernel in kernels if not places[kernel.name].exists()}.values():
+        groups.setdefault((kernel.source, kernel.params), []).append(kernel)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(lambda group: _build_group(group, mode), groups.values()):
+            pass
+    return places
+
+
+@cache
+def _place(kernel: Kernel, mode: str) -> Path:
+    key = [kernel.name, included(kernel.source_text, [PLUGINS, SIMT]), mode, *FLAGS, *MODES[mode]]
+    key = "|".join([*key, _version(compiler()), str(ROOT) if mode == "coverage" else ""])
+    return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+
+
+def _build_group(kernels: list[Kernel], mode: str) -> None:
+    """Compile kernels of one source into a library; the place of each becomes a link to it."""
+    head = kernels[0].source_text.splitlines()[:-1]  # its last line is the instance
+    text = "\n".join([*head, *(kernel.source_text.splitlines()[-1] for kernel in kernels), ""])
+    places = [_place(kernel, mode) for kernel in kernels]
 
     def make(path: Path) -> None:
         source = path.with_suffix(".cpp")
@@ -128,10 +157,18 @@ def library_of(kernel: Kernel, mode: str = "checked") -> Path:
         run_compiler([*FLAGS, *MODES[mode], "-I", PLUGINS, "-I", SIMT, "-c", source, "-o", linked])
         # Without the library of -fsanitize: the emulator has the hooks.
         run_compiler(["-shared", linked, "-o", path, *(["--coverage"] if mode == "coverage" else [])])
-        for part in (source, linked):
-            part.unlink()
+        if mode != "coverage":
+            for part in (source, linked):
+                part.unlink()
 
-    return build(f"{kernel.name}|{key}", ".so", make)
+    library = build("|".join(place.name for place in places), ".so", make) if len(places) > 1 else None
+    for place in places:
+        if library is None:
+            build_at(place, make)
+        elif not place.exists():
+            partial = place.with_name(f"{place.stem}.{os.getpid()}.link")
+            partial.symlink_to(library.name)
+            os.replace(partial, place)
 
 
 @cache
@@ -241,6 +278,8 @@ class Emulator:
 
     def run(self, launches: Iterable[Launch], **options: Any) -> None:
         """Run launches in order."""
+        launches = list(launches)
+        libraries([launch.kernel for launch in launches], self.mode)
         for one in launches:
             self.launch(one, **options)
 

@@ -1,10 +1,10 @@
 // What kernels may not do with memory: step over bounds, write what is read-only, read what nobody has written, race.
 // The hooks of -fsanitize=thread bring every load and store here.
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -214,14 +214,19 @@ void mark_in_flight(const void* p, int bytes, bool on) {
 
 void add_region(void* p, size_t bytes, bool writable, bool needs_values, const char* name, bool track) {
   auto low = reinterpret_cast<uintptr_t>(p);
-  auto* shadow = track ? static_cast<Shadow*>(calloc(bytes ? bytes : 1, sizeof(Shadow))) : nullptr;
-  regions.push_back({low, low + bytes, writable, needs_values, name, shadow});
+  // Zeros that take no memory until they are touched.
+  void* shadow = nullptr;
+  if (track && bytes) {
+    shadow = mmap(nullptr, bytes * sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                  -1, 0);
+  }
+  regions.push_back({low, low + bytes, writable, needs_values, name, static_cast<Shadow*>(shadow)});
 }
 
 void remove_region(const void* p) {
   for (size_t i = 0; i < regions.size(); ++i) {
     if (regions[i].low != reinterpret_cast<uintptr_t>(p)) continue;
-    free(regions[i].shadow);
+    if (regions[i].shadow) munmap(regions[i].shadow, (regions[i].high - regions[i].low) * sizeof(Shadow));
     regions.erase(regions.begin() + static_cast<std::ptrdiff_t>(i));
     return;
   }
