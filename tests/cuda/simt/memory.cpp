@@ -82,7 +82,8 @@ static void shared_access(size_t offset, int bytes, bool write, bool atomic, con
     Shadow& s = w.shadow[offset + i];
     const char* verb = write ? "write" : "read";
     bool ours = s.write.where == now.where;
-    if (ours && s.in_flight) {
+    if (!ours) s.in_flight = false;  // of a block that ended early
+    if (s.in_flight) {
       return report("cp.async", "%s of shared[%zu] while a cp.async to it is in flight%s", verb, offset + i,
                     at(pc).c_str());
     }
