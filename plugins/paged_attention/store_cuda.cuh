@@ -1,0 +1,121 @@
+// Writes keys and values to the pool, turns queries to where keys are, and moves positions.
+//
+// The pool of a slot: codes of keys [blocks][kv heads][block size][dims padded to 16], the same of values, and where
+// the type has scales those as float32 [blocks][kv heads][block size]. storage.py says what is stored.
+#pragma once
+// clang-format off: the order matters
+#include "paged_attention/rows_cuda.cuh"
+#include "paged_attention/tile_cuda.cuh"
+// clang-format on
+
+// Hadamard's matrix for each block of dims, the largest powers of two that fit; lane l has the dims l + 32 i.
+template <int COUNT>
+DEV void rotate(float* x, int dims) {
+  int lane = threadIdx.x % 32, size[COUNT];
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    int start = 0;
+    size[i] = 0;
+    UNROLL for (int bit = 256; bit > 0; bit /= 2) {
+      if (!(dims & bit)) continue;
+      if (size[i] == 0 && lane + 32 * i < start + bit) size[i] = bit;
+      start += bit;
+    }
+  }
+  UNROLL for (int h = 1; h < 32; h *= 2) {
+    UNROLL for (int i = 0; i < COUNT; ++i) {
+      float other = __shfl_xor_sync(FULL_WARP, x[i], h);
+      if (h < size[i]) x[i] = lane & h ? other - x[i] : x[i] + other;
+    }
+  }
+  UNROLL for (int h = 1; h < COUNT; h *= 2) {
+    UNROLL for (int i = 0; i + h < COUNT; ++i) {
+      if (i & h || 32 * h >= size[i]) continue;
+      float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    }
+  }
+  UNROLL for (int i = 0; i < COUNT; ++i) {  // by the root of the size
+    UNROLL for (int bit = 256; bit > 1; bit /= 4) {
+      if (size[i] >= bit) x[i] *= 0.5f;
+    }
+    if (size[i] & 0xaaaa) x[i] *= size[i] == 2 ? 0.70710678f : 1.41421356f * 0.5f;
+  }
+}
+
+template <class KV>
+constexpr float LARGEST_CODE = SAME<KV, E4M3> ? 448.0f : 127.0f;
+constexpr float SMALLEST_ROW = 7.888609e-31f;  // 2**-100
+
+// A row of a head: the warp's numbers to codes. Gives the scale.
+template <class KV, int COUNT>
+DEV float encode(const float* x, KV* to, int dims, int width) {
+  int lane = threadIdx.x % 32;
+  float factor = 1.0f, scale = 1.0f;
+  if constexpr (SCALED<KV>) {
+    float most = 0.0f;
+    bool finite = true;
+    UNROLL for (int i = 0; i < COUNT; ++i) {
+      finite = finite && x[i] - x[i] == 0.0f;
+      most = max(most, max(x[i], -x[i]));
+    }
+    finite = __ballot_sync(FULL_WARP, !finite) == 0;
+    most = warp_max(most);
+    bool stored = finite && most >= SMALLEST_ROW;
+    factor = stored ? LARGEST_CODE<KV> / most : 0.0f;
+    scale = stored ? most / LARGEST_CODE<KV> : finite ? 0.0f : uint_as_float(0x7fc00000u);
+  }
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    int d = lane + 32 * i;
+    if (d < width) to[d] = round_to<KV>(d >= dims || factor == 0.0f ? 0.0f : x[i] * factor);
+  }
+  return scale;
+}
+
+// Grid: tokens, (2 kv heads + heads) / 4; a warp for each row of a key, a value, or, where queries have to be turned,
+// a query. COUNT * 32: not less than the padded dims.
+template <class T, class KV, int COUNT>
+DEV void attention_store(const AttentionParams& p) {
+  int token = blockIdx.x, lane = threadIdx.x % 32, s;
+  int item = blockIdx.y * 4 + threadIdx.x / 32 + (p.writes ? 0 : 2 * p.kv_heads);
+  if (item >= 2 * p.kv_heads + (p.turned ? p.heads : 0) || !find_sequence(p, token, s)) return;
+  bool key = item < p.kv_heads, query = item >= 2 * p.kv_heads;
+  int head = query ? item - 2 * p.kv_heads : key ? item : item - p.kv_heads;
+  int kv_head = query ? head / p.group : head, dims = key || query ? p.key_dim : p.value_dim;
+  const T* from = query ? static_cast<const T*>(p.given_q) + token * p.given_token + head * p.given_head
+                  : key ? static_cast<const T*>(p.k) + token * p.k_token + head * p.k_head
+                        : static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head;
+  const void* center = key || query ? p.key_center : p.value_center;
+  const void* factor = key || query ? p.key_scale : p.value_scale;
+  int center_kind = key || query ? p.key_center_kind : p.value_center_kind;
+  int factor_kind = key || query ? p.key_scale_kind : p.value_scale_kind;
+  float x[COUNT], product = 0.0f;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    int d = lane + 32 * i;
+    x[i] = 0.0f;
+    if (d >= dims) continue;
+    x[i] = to_f(from[d]);
+    int64_t place = static_cast<int64_t>(kv_head) * dims + d;
+    if (query) {
+      if (center) product = fma_(x[i], side(center, center_kind, place), product);
+      if (factor) x[i] /= side(factor, factor_kind, place);
+    } else {
+      if (center) x[i] -= side(center, center_kind, place);
+      if (factor) x[i] *= side(factor, factor_kind, place);
+    }
+  }
+  if (SCALED<KV> && (key || query)) rotate<COUNT>(x, dims);
+  if (query) {
+    product = warp_sum(product);
+    int64_t row = static_cast<int64_t>(token) * p.heads + head;
+    if (p.shifts && lane == 0) static_cast<float*>(p.shifts)[row] = product * p.true_scale;
+    encode<T, COUNT>(x, static_cast<T*>(p.turned) + row * p.key_width, dims, p.key_width);
+    return;
+  }
+  Sequence sequence = sequence_of(p, s);
+  int64_t place = place_of(p, sequence, kv_head, sequence.past + token - sequence.first);
+  int width = key ? p.key_width : p.value_width;
+  KV* to = static_cast<KV*>(key ? p.keys : p.values) + place * width;
+  float scale = encode<KV, COUNT>(x, to, dims, width);
+  if (SCALED<KV> && lane == 0) static_cast<float*>(key ? p.key_scales : p.value_scales)[place] = scale;
+}

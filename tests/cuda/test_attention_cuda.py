@@ -1,0 +1,197 @@
+"""Paged attention on CUDA agrees with the reference, and gives a row the same bits however it is computed."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_cuda import PLAIN, Pool, Rows, cut, expected_of, random_rows, rows_of
+from contract import compare
+from emulator import Emulator
+
+from llmc.errors import EngineError
+from llmc.plugins.cuda import Cache
+from llmc.plugins.op import Sample
+from llmc.plugins.paged_attention import cuda, reference, storage
+
+
+def check(sample: Sample, dtype: str, kv: str, what: str, *, block: int = 16, units: float = 3.0, **how: Any) -> None:
+    before, rows = rows_of(sample, dtype)
+    heads = (sample.inputs[1].shape[1], sample.inputs[1].shape[2], sample.inputs[2].shape[2])
+    lengths = [r.past + len(r.q) for r in rows]
+    with Emulator(**how) as device:
+        sides = {"sinks": sample.inputs[3], "slopes": sample.inputs[4], "stored": sample.inputs[5:]}
+        pool = Pool(device, heads, kv, lengths, block=block, attributes=dict(sample.attributes), **sides)
+        if before:
+            pool.store(before)
+        found = np.concatenate(pool.step(rows, spare=(how.get("order", 0), 1)))
+    message = f"{what} in {dtype}, cache {kv}: {dict(sample.attributes)}"
+    compare(found, expected_of(sample, dtype, kv), units, message)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_samples(dtype: str) -> None:
+    for number, sample in enumerate(reference.samples(np.random.default_rng(7))):
+        if dtype == "float16" and number % 13:
+            continue
+        block = 16 if number % 4 else 48
+        check(sample, dtype, dtype, f"sample {number}", block=block, order=number % 3, seed=number)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv"),
+    [("bfloat16", "float8_e4m3"), ("float16", "int8"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")],
+)
+def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
+    """Codes and scales, rotated keys, centers and scales of dims."""
+    samples = [*reference.samples(np.random.default_rng(8)), *reference.stored_samples(np.random.default_rng(9))]
+    chosen = {
+        "float8_e4m3": (1, 12, 36, 54, 56, 60, 65, 75, 77),
+        "int8": (9, 57, 61, 76),
+        "float16": (7, 62),
+        "bfloat16": (56, 57, 60, 66, 70, 73, 76, 78),
+    }[kv]
+    for number in chosen:
+        check(samples[number], dtype, kv, f"sample {number}", units=6.0, order=number % 3, seed=number)
+
+
+@pytest.mark.parametrize("heads", [(3, 1, 96, 96), (8, 1, 128, 128), (2, 1, 192, 128), (2, 2, 256, 256)])
+def test_head_sizes(heads: tuple[int, int, int, int]) -> None:
+    rng = np.random.default_rng(sum(heads))
+    for past, rows in ((0, 1), (70, 1), (130, 34)):
+        sample = reference._sample(rng, ((past, rows),), heads, PLAIN | {"scale": 0.1}, sinks=False, slopes=False)
+        check(sample, "bfloat16", "bfloat16", f"{heads}, {rows} behind {past}", order=rows % 3)
+
+
+BITS: list[tuple[str, str, tuple[int, int, int, int], dict[str, Any]]] = [
+    ("bfloat16", "bfloat16", (4, 2, 16, 16), {}),
+    ("bfloat16", "float8_e4m3", (4, 2, 16, 16), {"window": 300}),
+    ("float16", "float16", (6, 2, 64, 64), {"chunk": 200}),
+    ("bfloat16", "bfloat16", (9, 1, 16, 16), {"softcap": 3.0, "window": 90}),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kv", "heads", "more"), BITS)
+def test_bits(dtype: str, kv: str, heads: tuple[int, int, int, int], more: dict[str, Any], monkeypatch: Any) -> None:
+    """Alone, in a batch, in chunks of any size and token by token; in other blocks; with few blocks of threads."""
+    rng = np.random.default_rng(1)
+    length, attributes = 333, PLAIN | more
+    rows, other = random_rows(rng, heads, length, dtype), random_rows(rng, heads, 150, dtype)
+    other.sequence = 1
+    with Emulator("plain") as device:
+
+        def pool(**options: Any) -> Pool:
+            return Pool(device, heads[1:], kv, (length, 150), attributes=attributes, **options)
+
+        whole = pool().step([rows])[0]
+        for block, bounds in ((16, (0, 1, 2, 67, 131, 132, 200, 333)), (48, (0, 100, 333))):
+            chunked, found = pool(block=block), []
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+                step = [cut(other, 20 * number, 20 * number + 20), cut(rows, start, stop)]
+                found.append(chunked.step(step[::-1] if number % 2 else step, spare=(number, number))[1 - number % 2])
+            same_bits(found, whole)
+        monkeypatch.setattr(cuda, "_BLOCKS", 2)
+        alone = pool()
+        alone.store([rows])
+        for place in (0, 15, 16, 63, 64, 255, 256, 299, 332):
+            same_bits(alone.step([cut(rows, place, place + 1)]), whole[place : place + 1])
+        monkeypatch.setattr(cuda, "SHORT_ROWS", 1)  # what was split is walked by one block, and the other way round
+        for place in (0, 60, 300):
+            same_bits(alone.step([cut(rows, place, place + 5)]), whole[place : place + 5])
+        monkeypatch.setattr(cuda, "SHORT_ROWS", 10**6)
+        same_bits(alone.step([cut(rows, 250, 333)]), whole[250:])
+
+
+def test_bits_of_long_contexts(monkeypatch: Any) -> None:
+    """Units of both lengths, with and without those that a window leaves out."""
+    heads, length = (2, 1, 16, 16), 6300
+    for window in (0, 3000):
+        with Emulator("plain") as device:
+            rows = random_rows(np.random.default_rng(2), heads, length, "bfloat16")
+            pool = Pool(device, heads[1:], "bfloat16", (length,), attributes=PLAIN | {"window": window})
+            pool.store([rows])
+            for start in (4060, 5115, 6230):
+                with monkeypatch.context() as patch:
+                    patch.setattr(cuda, "SHORT_ROWS", 1)
+                    walked = pool.step([cut(rows, start, start + 70)])[0]
+                    patch.setattr(cuda, "SHORT_ROWS", 1000)
+                    same_bits(pool.step([cut(rows, start, start + 70)]), walked)
+        keys, values = (a.astype(np.float64)[:, 0] for a in (rows.k, rows.v))
+        query, i = rows.q[6290].astype(np.float64), 6290
+        low = max(0, i - window + 1) if window else 0
+        scores = query @ keys[low : i + 1].T * 0.25
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        exact = weights @ values[low : i + 1] / weights.sum(-1, keepdims=True)
+        np.testing.assert_allclose(walked[60].astype(np.float64), exact, rtol=0.02, atol=0.002)
+
+
+def test_bits_under_a_tree(monkeypatch: Any) -> None:
+    """A row's ancestors count, not the rows beside it: a chain in a tree has the bits of the same tokens in a row."""
+    rng = np.random.default_rng(4)
+    for more in ({}, {"window": 40}):
+        heads = (4, 2, 16, 16)
+        with Emulator("plain") as device:
+            rows = random_rows(rng, heads, 84, "bfloat16")
+            pool = Pool(device, heads[1:], "bfloat16", (84, 84), attributes=PLAIN | more)
+            pool.store([rows])
+            chain = Rows(1, 0, rows.q, rows.k, rows.v)
+            pool.store([chain])
+            straight = pool.step([cut(chain, 64, 84)])[0]
+            tree = np.zeros((20, 64), np.uint8)
+            tree[:] = np.tri(20, 64)
+            mask = np.packbits(tree, axis=1, bitorder="little").view(np.uint64)
+            step = cut(rows, 64, 84)
+            step.tree, step.positions = mask, np.arange(64, 84)
+            for short in (1, 64):
+                monkeypatch.setattr(cuda, "SHORT_ROWS", short)
+                same_bits(pool.step([step]), straight)
+
+
+def test_moved_positions() -> None:
+    """Positions of accepted drafts, whose targets may be sources of later ones."""
+    heads, dtype = (2, 1, 40, 24), "int8"
+    with Emulator() as device:
+        rows = random_rows(np.random.default_rng(5), (2, 1, 40, 24), 40, "bfloat16")
+        pool = Pool(device, heads[1:], dtype, (41,))
+        pool.store([rows])
+        sources, targets = np.array([[33, 35, 36], [32, 33, 35]], np.int32)
+        places = [device.put(a.copy(), "places") for a in (pool.tables[0], sources, targets)]
+        cache: Cache = pool.cache
+        device.launch(cuda.move_positions(cache, 1, (40, 24), *places, 3))
+        order = [*range(32), 33, 35, 34, 36, *range(36, 40)]
+        moved = Rows(0, 0, rows.q, rows.k[order], rows.v[order])
+        after = pool.step([Rows(0, 40, rows.q[:1], rows.k[:1], rows.v[:1])])[0]
+        other = Pool(device, heads[1:], dtype, (41,))
+        other.store([moved])
+        same_bits([other.step([Rows(0, 40, rows.q[:1], rows.k[:1], rows.v[:1])])[0]], after)
+
+
+def test_rows_that_are_not_finite() -> None:
+    """A key that is no number makes NaN of the rows that see it, in caches of codes too; zeros are stored as such."""
+    heads = (2, 1, 16, 16)
+    rng = np.random.default_rng(6)
+    for kv in ("bfloat16", "int8", "float8_e4m3"):
+        with Emulator("plain") as device:
+            rows = random_rows(rng, heads, 6, "bfloat16")
+            rows.k[2], rows.v[2] = 0, 0
+            rows.k[4, 0, 3] = np.inf if kv == "int8" else np.nan
+            pool = Pool(device, heads[1:], kv, (6,))
+            pool.store([rows])
+            found = np.concatenate([pool.step([cut(rows, i, i + 1)])[0] for i in range(6)]).astype(np.float32)
+        assert np.isfinite(found[:4]).all()
+        assert np.isnan(found[4:]).any(), kv
+
+
+def test_other_dtypes_and_heads_are_refused() -> None:
+    with pytest.raises(EngineError, match="a cache of int4 can't be kept on CUDA; choose one of bfloat16"):
+        cuda.array_bytes(1, 64, 64, "int4", 16, 1)
+    with pytest.raises(EngineError, match="heads of 576 dims have no CUDA kernels; the most are 256"):
+        cuda.array_bytes(1, 576, 512, "bfloat16", 16, 1)
+    assert set(cuda.KV_DTYPES) <= set(storage.KV_DTYPES)
+    assert cuda.array_bytes(2, 24, 17, "int8", 16, 10) == (320 * 32, 320 * 32, 1280, 1280)
+
+
+def same_bits(found: list[np.ndarray], expected: np.ndarray) -> None:
+    found_bits = np.concatenate(found).view(np.uint16)
+    assert found_bits.shape == expected.shape
+    np.testing.assert_array_equal(found_bits, expected.view(np.uint16))
