@@ -163,19 +163,21 @@ class QuantizedTiles {
       const std::int64_t end = range_end(begin, work.end, P),
                          stride = packed_ ? p_.w.panel_bytes() : unpack(panel, P, begin, end);
       const bool finish = end == p_.w.blocks, last = end == work.end, direct = last && whole && !(finish && p_.bias);
+      std::int64_t steps = 0;
+      for (std::int64_t b = begin; b < end; ++b) steps += tiles(p_.w.block[b]);
+      Ahead<P> ahead = ahead_of<P>(end < work.end ? panel : panel + P, end < work.end ? end : work.begin, work.end,
+                                   groups * steps * P);
       float* acc = acc_;
       for (std::int64_t row = work.row_begin; row < work.row_end; row += kRows, acc += kRows * P * 16) {
         const int count = static_cast<int>(std::min<std::int64_t>(kRows, work.row_end - row));
         const std::byte* x = p_.x.data + row * p_.x.stride;
         const std::byte* weights = packed_ ? p_.w.lines_of(panel, p_.w.block[begin]) : weights_;
         if (begin == work.begin && begin != 0) load_sums<P>(acc, row, count, panel);
-        prefetch<P>(end < work.end ? panel : panel + P, end < work.end ? end : work.begin, work.end,
-                    (row - work.row_begin) / kRows, groups);
         for (std::int64_t b = begin; b < end; ++b, parity ^= 1) {
           if (kWide && count > 16) {
-            weights = products<P, kWide>(x, count, weights, stride, b, parity, before);
+            weights = products<P, kWide>(x, count, weights, stride, b, parity, before, ahead);
           } else {
-            weights = products<P, false>(x, count, weights, stride, b, parity, before);
+            weights = products<P, false>(x, count, weights, stride, b, parity, before, ahead);
           }
           before = Adder<P>(*this, row, count, panel, b, parity, acc);
           if (b + 1 == end && direct) {
@@ -189,16 +191,30 @@ class QuantizedTiles {
     }
   }
 
-  // Part `part` of `parts` of the weights of the blocks that come next.
+  // Fetches the packed weights of the blocks that come next, a few lines after each product of tiles: in a burst they
+  // would wait for one another, and the products for them.
   template <int P>
-  void prefetch(std::int64_t panel, std::int64_t begin, std::int64_t work_end, std::int64_t part, std::int64_t parts) {
-    const Block &first = p_.w.block[begin], &last = p_.w.block[range_end(begin, work_end, P) - 1];
-    const std::int64_t bytes = (last.line + last.lines - first.line) * line_bytes(p_.w.how.format);
-    const std::int64_t from = bytes * part / parts / 64 * 64, to = bytes * (part + 1) / parts / 64 * 64;
-    for (int i = 0; i < P; ++i) {
-      const std::byte* p = p_.w.lines_of(panel + i, first);
-      for (std::int64_t at = from; at < to; at += 64) _mm_prefetch(p + at, _MM_HINT_T1);
+  struct Ahead {
+    const std::byte* from[P] = {};
+    std::int64_t bytes = 0, share = 0, at = 0;  // of a panel; between two products; fetched so far
+    int panel = 0;
+
+    LLMC_INLINE void fetch() {
+      for (std::int64_t i = 0; i < share && panel < P; ++i) {
+        _mm_prefetch(from[panel] + at, _MM_HINT_T1);
+        if ((at += 64) >= bytes) at = 0, ++panel;
+      }
     }
+  };
+
+  template <int P>
+  Ahead<P> ahead_of(std::int64_t panel, std::int64_t begin, std::int64_t work_end, std::int64_t products) const {
+    const Block &first = p_.w.block[begin], &last = p_.w.block[range_end(begin, work_end, P) - 1];
+    Ahead<P> ahead;
+    for (int i = 0; i < P; ++i) ahead.from[i] = p_.w.lines_of(panel + i, first);
+    ahead.bytes = (last.line + last.lines - first.line) * line_bytes(p_.w.how.format);
+    ahead.share = (ahead.bytes / 64 * P + products - 1) / products;
+    return ahead;
   }
 
   // Unpacks blocks; each is padded with zeros to whole tiles. Gives the bytes of a panel.
@@ -260,7 +276,7 @@ class QuantizedTiles {
   // The products of block b, and what `before` adds. Gives the weights of the next.
   template <int P, bool kTwo>
   LLMC_INLINE const std::byte* products(const std::byte* x, int count, const std::byte* w, std::int64_t w_stride,
-                                        std::int64_t b, int parity, Adder<P> before) {
+                                        std::int64_t b, int parity, Adder<P> before, Ahead<P>& ahead) {
     kTwo ? state_.configure(16, count - 16, tile_rows_) : state_.configure(count, 0, tile_rows_);
     constexpr int kSums = kTwo ? 2 * P : P;
     const std::int64_t stride = p_.x.stride;
@@ -283,6 +299,7 @@ class QuantizedTiles {
         Kind::template multiply<2>();
         _tile_zero(6);
         before.add(slice);
+        ahead.fetch();
         if constexpr (P > 1) {
           _tile_loadd(7, w + w_stride, 64);
           Kind::template multiply<1>();
@@ -291,6 +308,7 @@ class QuantizedTiles {
           Kind::template multiply<3>();
           _tile_zero(7);
           before.add(slice);
+          ahead.fetch();
         } else {
           _tile_zero(4);
         }
@@ -300,21 +318,25 @@ class QuantizedTiles {
         Kind::template multiply<4>();
         _tile_zero(5);
         before.add(slice);
+        ahead.fetch();
         if constexpr (P > 1) {
           _tile_loadd(6, w + w_stride, 64);
           Kind::template multiply<5>();
           _tile_zero(6);
           before.add(slice);
+          ahead.fetch();
         }
         if constexpr (P > 2) {
           _tile_loadd(7, w + 2 * w_stride, 64);
           Kind::template multiply<6>();
           _tile_zero(7);
           before.add(slice);
+          ahead.fetch();
           _tile_loadd(5, w + 3 * w_stride, 64);
           Kind::template multiply<7>();
           _tile_zero(5);
           before.add(slice);
+          ahead.fetch();
         }
         _tile_zero(4);
       }
