@@ -83,6 +83,7 @@ def bench(  # long: one parameter for each option
     max_batch_tokens: int | None,
     spec: str,
     spec_tokens: int | None,
+    spec_sampling: str,
     as_json: bool,
 ) -> None:
     """Measure prefill, decode and mixed batches of an engine.
@@ -91,7 +92,8 @@ def bench(  # long: one parameter for each option
     """
     # Rounds repeat their prompts, so they must not find what the first one has computed.
     sizes: dict[str, Any] = {"threads": threads, "isa": isa, "max_batch_tokens": max_batch_tokens}
-    llm = load(engine, spec=spec, spec_tokens=spec_tokens, prefix_cache=False, **sizes)
+    drafts: dict[str, Any] = {"spec": spec, "spec_tokens": spec_tokens, "spec_sampling": spec_sampling}
+    llm = load(engine, prefix_cache=False, **drafts, **sizes)
     wanted = names or tuple(WORKLOADS)
     fitting = [name for name in wanted if longest(name) <= llm.scheduler.config.context]
     if not fitting:

@@ -66,6 +66,14 @@ SPECULATION = (
         "--spec", default="off", show_default=True, help="Draft tokens for the engine to verify: ngram, ... Same text."
     ),
     click.option("--spec-tokens", type=click.IntRange(1), help="Drafts of a step at most. [default: the drafter's]"),
+    click.option(
+        "--spec-sampling",
+        type=click.Choice(["exact", "rejection", "typical"]),
+        default="exact",
+        show_default=True,
+        help="exact: same text. rejection: same distribution, drafts of an engine are accepted more often. typical: "
+        "LOSSY, likely drafts are accepted; greedy texts stay the same.",
+    ),
 )
 
 
@@ -114,6 +122,7 @@ def run(
     no_prefix_cache: bool,
     spec: str,
     spec_tokens: int | None,
+    spec_sampling: str,
     parse_special_in_messages: bool,
     **sampling: Any,
 ) -> None:  # long: one parameter for each option
@@ -158,6 +167,7 @@ def run(
         prefix_cache=not no_prefix_cache,
         spec=spec,
         spec_tokens=spec_tokens,
+        spec_sampling=spec_sampling,
         parse_special_in_messages=parse_special_in_messages,
         lora=adapters,
     )
@@ -206,12 +216,14 @@ def verify(engine: Path, expect_digest: str | None, threads: int | None, as_json
         raise GateError(f"{engine}: the numbers differ from those recorded at build")
 
 
-def load(engine: Path, *, spec: str = "off", spec_tokens: int | None = None, **values: Any) -> LLM:
-    """The engine, ready to run; ``spec`` and ``spec_tokens`` as of SPECULATION."""
+def load(
+    engine: Path, *, spec: str = "off", spec_tokens: int | None = None, spec_sampling: str = "exact", **values: Any
+) -> LLM:
+    """The engine, ready to run; those of ``spec`` as of SPECULATION."""
     from llmc.runtime.llm import LLM
     from llmc.runtime.speculative.opening import Speculation
 
-    return LLM(engine, speculative=Speculation(spec, spec_tokens), **values)
+    return LLM(engine, speculative=Speculation(spec, spec_tokens, spec_sampling), **values)
 
 
 def sampling_params(values: dict[str, Any]) -> SamplingParams:

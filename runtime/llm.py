@@ -17,7 +17,7 @@ from llmc.runtime import resources
 from llmc.runtime.batch import EmbeddingExecutor, Executor
 from llmc.runtime.embedding import POOLINGS, Pool, embedding_of
 from llmc.runtime.kv_budget import blocks_of_cache, lowered
-from llmc.runtime.output import Delta, RequestOutput, request_output
+from llmc.runtime.output import Delta, RequestOutput, next_delta, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
 from llmc.runtime.request_options import (
     Prompt,
@@ -30,7 +30,7 @@ from llmc.runtime.request_options import (
 )
 from llmc.runtime.sampling import Sampler
 from llmc.runtime.scheduler import Scheduler, SchedulerConfig
-from llmc.runtime.speculative.opening import Speculation, open_speculator
+from llmc.runtime.speculative.opening import Speculation, load_drafter, open_speculator
 from llmc.runtime.stream import Stream
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class LLM:
         parse_special_in_messages: texts of control tokens in chat messages become those tokens. Off: ordinary text.
         check: recount the KV cache after every step.
         expect_digest: ``sha256:...`` of engine.json.
-        speculative: what drafts tokens for the engine to verify: ``ngram``, ``draft=DIR``, ...; changes no result.
+        speculative: what drafts tokens for the engine to verify: ``ngram``, ``draft=DIR``, ... As that, it changes no
+            result; a Speculation may also choose how drafts are accepted.
 
     Raises:
         EngineError: the engine is missing, damaged or of another version.
@@ -101,7 +102,9 @@ class LLM:
         engine = load_engine(engine_dir, expect_digest=expect_digest)
         if lora:
             engine = with_adapters(engine, adapters_of(lora))
-        limits, facts, wanted = engine.limits, engine.model, Speculation.of(speculative)
+        limits, facts = engine.limits, engine.model
+        drafter = load_drafter(Speculation.of(speculative), engine)
+        drafter_bytes = 0 if drafter is None else drafter.kv_bytes_per_token
         sequences = lowered("max_sequences", max_sequences, limits.max_sequences)
         batch_tokens = lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
         config = SchedulerConfig(
@@ -109,7 +112,7 @@ class LLM:
             max_batch_tokens=batch_tokens,
             max_sequences=sequences,
             max_logit_rows=min(batch_tokens, max(sequences, MAX_LOGIT_BYTES // (4 * facts.vocab_size))),
-            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks, wanted.kv_bytes_per_token),
+            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks, drafter_bytes),
             block_size=engine.kv_cache.block_size,
             has_state=bool(engine.plan.state_slots),
             prefix_cache=prefix_cache,
@@ -125,7 +128,7 @@ class LLM:
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
-        drafts = open_speculator(wanted, engine, executor, config, threads=self.threads, isa=isa)
+        drafts = open_speculator(drafter, executor, config, threads=self.threads, isa=isa)
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest, drafts)
         if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks
@@ -307,7 +310,7 @@ class LLM:
         if not self._touched:
             self._advance()
         touched, self._touched = list(self._touched), {}
-        deltas = [self._delta(sequence) for sequence in touched]
+        deltas = [next_delta(sequence) for sequence in touched]
         for sequence in touched:
             if sequence.request.finished:
                 self._requests.pop(sequence.request.id, None)
@@ -380,20 +383,6 @@ class LLM:
     def _advance(self) -> None:
         for sequence in self.scheduler.step():
             self._touched[sequence] = None
-
-    def _delta(self, sequence: Sequence) -> Delta:
-        first, sequence.num_reported = sequence.num_reported, sequence.num_generated
-        return Delta(
-            request_id=sequence.request.id,
-            choice=sequence.choice,
-            text="" if sequence.text is None else sequence.text.take(),
-            token_ids=tuple(sequence.tokens[sequence.num_prompt + first :]),
-            logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs[first:]),
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=sequence.error,
-            embedding=sequence.request.embedding,
-        )
 
     def _forget(self, request: Request) -> None:
         for sequence in request.sequences:

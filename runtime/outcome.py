@@ -44,12 +44,14 @@ class Outcome:
     def _take_tokens(self, chunk: Chunk, logits: NDArray[np.float32], row: int) -> list[int]:
         """The model's own tokens as long as they are drafts, and one more; returns the nodes of these drafts.
 
-        ``row`` is that of the last token before the drafts. Each token is chosen as if it came in a step of its own.
+        ``row`` is that of the last token before the drafts. Each token is chosen as if it came in a step of its own,
+        unless another rule was asked for.
         """
         path: list[int] = []
         node: int | None = -1
         while node is not None:
-            sampled = self._sampler.sample_row(logits[row + 1 + node], chunk.sequence)
+            draw = None if self._speculator is None else self._speculator.rule.draw(chunk.tree, node)
+            sampled = self._sampler.sample_row(logits[row + 1 + node], chunk.sequence, draw)
             if not _append(chunk.sequence, sampled) or chunk.tree is None:
                 break
             if (node := chunk.tree.find(node, sampled.token)) is not None:

@@ -163,3 +163,19 @@ def _logprob_json(entry: TokenLogprob) -> dict[str, Any]:
     if entry.top:
         result["top"] = [{"token_id": token, "logprob": logprob} for token, logprob in entry.top]
     return result
+
+
+def next_delta(sequence: Sequence) -> Delta:
+    """What came since the last one, which is then reported."""
+    first, sequence.num_reported = sequence.num_reported, sequence.num_generated
+    return Delta(
+        request_id=sequence.request.id,
+        choice=sequence.choice,
+        text="" if sequence.text is None else sequence.text.take(),
+        token_ids=tuple(sequence.tokens[sequence.num_prompt + first :]),
+        logprobs=None if sequence.request.params.logprobs is None else tuple(sequence.logprobs[first:]),
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        error=sequence.error,
+        embedding=sequence.request.embedding,
+    )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -198,6 +199,31 @@ def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
         return int(scores.argmax())
     if not 0 < params.top_k < len(scores) and params.top_p >= 1:
         return kernels.draw_token(scores, float(highest), max(params.temperature, 1e-30), params.min_p, draw)
+    ids, probabilities = _filtered(scores, params, highest)
+    index = pick(probabilities, draw)
+    return index if ids is None else int(ids[index])
+
+
+def distribution(scores: Scores, params: SamplingParams) -> NDArray[np.float64]:
+    """What `sample_token` draws from, [vocabulary]; the highest score is finite."""
+    ids, probabilities = _filtered(scores, params, scores.max())
+    result = np.zeros(len(scores))
+    result[slice(None) if ids is None else ids] = probabilities
+    result /= result.sum()
+    return result
+
+
+def pick(weights: NDArray[np.floating[Any]], draw: float) -> int:
+    """The place at which their sum, in order, exceeds the share ``draw`` of all."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    index = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
+    if index == len(cumulative):  # the product was rounded up
+        index = int(np.flatnonzero(weights)[-1])
+    return index
+
+
+def _filtered(scores: Scores, params: SamplingParams, highest: np.float32) -> tuple[Ids | None, Scores]:
+    """The tokens that the filters leave (None: all), in order, and what the probability of each is proportional to."""
     with np.errstate(over="ignore"):
         scaled = (scores - highest) / np.float32(max(params.temperature, 1e-30))
     ids: Ids | None = None
@@ -211,11 +237,7 @@ def sample_token(scores: Scores, params: SamplingParams, draw: float) -> int:
     probabilities = np.exp(scaled)
     if params.min_p > 0:  # the highest probability is exp(0)
         probabilities[probabilities < params.min_p] = 0
-    cumulative = np.cumsum(probabilities, dtype=np.float64)
-    index = int(np.searchsorted(cumulative, draw * cumulative[-1], side="right"))
-    if index == len(cumulative):  # the product was rounded up
-        index = int(np.flatnonzero(probabilities)[-1])
-    return index if ids is None else int(ids[index])
+    return ids, probabilities
 
 
 def largest(scores: Scores, count: int) -> Ids:

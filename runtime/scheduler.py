@@ -163,7 +163,8 @@ class Scheduler:
     def _schedule(self) -> list[Chunk]:
         """The chunks of the next step."""
         preemptions = self.statistics.preemptions
-        budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
+        kept = 0 if self.speculator is None else self.speculator.reserve(len(self.running))
+        budget = Budget(max(1, self.config.max_batch_tokens - kept), max(1, self.config.max_logit_rows - kept))
         chunks: dict[Sequence, Chunk] = {}
         decodes_first = sorted(self.running, key=lambda s: (len(s.tokens) - s.num_computed > 1, s.order))
         for sequence in decodes_first:

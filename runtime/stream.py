@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmc.runtime.output import Delta
+from llmc.runtime.output import Delta, next_delta
 from llmc.runtime.request import Request
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Stream(Iterator[Delta]):
             for sequence in self._request.sequences:
                 if sequence in self._llm._touched:
                     del self._llm._touched[sequence]
-                    return self._llm._delta(sequence)
+                    return next_delta(sequence)
             if self._request.finished:
                 self.close()
                 raise StopIteration

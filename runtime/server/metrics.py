@@ -82,14 +82,15 @@ class _Engines(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Gauges, one value for each model."""
         families = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, (_, text) in GAUGES.items()}
-        rates = GaugeMetricFamily(*ACCEPTANCE, labels=["model", "proposer", "position"])
+        rates = GaugeMetricFamily(*ACCEPTANCE, labels=["model", "proposer", "sampling", "position"])
         for model in self._models.values():
             if model.engine is not None:
                 for name, value in _state(model.engine).items():
                     families[name].add_metric([model.name], value)
                 if (speculator := model.engine.llm.scheduler.speculator) is not None:
-                    for position, rate in enumerate(speculator.acceptance.rates, start=1):
-                        rates.add_metric([model.name, speculator.acceptance.proposer, str(position)], rate)
+                    found = speculator.acceptance
+                    for position, rate in enumerate(found.rates, start=1):
+                        rates.add_metric([model.name, found.proposer, found.rule.label, str(position)], rate)
         yield from (*families.values(), rates)
 
 

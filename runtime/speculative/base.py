@@ -117,6 +117,10 @@ class Setting:
     max_sequences: int
     num_blocks: int
     """Of the engine's KV cache."""
+    other: Engine | None = None
+    """The one that `Proposer.load` gave."""
+    draws: bool = False
+    """Whether drafts that are drawn at random are worth more than likely ones."""
 
 
 class Proposer(ABC):
@@ -126,11 +130,13 @@ class Proposer(ABC):
         name: for ``--spec``, before a "=".
         wants_hidden: queries have ``hidden``.
         default_nodes: of a tree at most, unless ``--spec-tokens`` says otherwise.
+        draws: it heeds `Setting.draws`; how many drafts a tree has then may not depend on which they are.
     """
 
     name: ClassVar[str]
     wants_hidden: ClassVar[bool] = False
     default_nodes: ClassVar[int] = 8
+    draws: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -142,10 +148,20 @@ class Proposer(ABC):
         """
 
     @classmethod
-    def kv_bytes_per_token(cls, argument: str) -> int:
-        """Memory that it keeps for each position of the engine's KV cache."""
+    def load(cls, argument: str) -> Engine | None:
+        """Another engine that it needs, if it needs one.
+
+        Raises:
+            UsageError, EngineError: as `open`.
+        """
         del argument
-        return 0
+        return None
+
+    @classmethod
+    def kv_bytes_per_token(cls, engine: Engine, other: Engine | None) -> int:
+        """Memory that it keeps for each position of the engine's KV cache."""
+        del engine
+        return 0 if other is None else other.kv_bytes_per_token
 
     @abstractmethod
     def propose(self, queries: list[Query]) -> list[Tree]:

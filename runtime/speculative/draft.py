@@ -15,7 +15,8 @@ from llmc.runtime.batch import Batch, Executor
 from llmc.runtime.engine import Engine, load_engine
 from llmc.runtime.kv_cache import BlockTable, KvCache
 from llmc.runtime.request import Sequence
-from llmc.runtime.sampling import draw_token
+from llmc.runtime.sampling import distribution, draw_token
+from llmc.runtime.speculative import rules
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
 
 
@@ -31,17 +32,52 @@ class _State:
 
 @dataclass(eq=False)
 class _Path:
-    """The drafts of one query, as they grow."""
+    """The drafts of one query, as they grow: a path, and the first of them with another one beside it.
+
+    ``limit``, ``siblings``: how many at most. ``draws``: from the distribution of the draft engine, which is kept.
+    """
 
     query: Query
     state: _State
     limit: int
+    siblings: int
+    draws: bool
     drafts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    probabilities: list[NDArray[np.float32]] = field(default_factory=list)
+    end: int = -1
+    """Node of the last of the drafts."""
 
     def rest(self) -> list[int]:
         """Tokens that are still to be computed, at least one."""
         known, done = self.query.sequence.tokens, len(self.state.tokens)
         return known[done:] + self.drafts[max(0, done - len(known)) :]
+
+    def grow(self, row: NDArray[np.float32]) -> None:
+        """Take the logits after the last draft."""
+        sequence, place = self.query.sequence, len(self.tokens)
+        position = len(sequence.tokens) + len(self.drafts)
+        if not self.draws:
+            self.tokens.append(draw_token(row, sequence, position=position))
+        elif not np.isfinite(row.max()):
+            self.limit = 0
+            return
+        else:
+            left: rules.Probabilities | None = distribution(row, sequence.request.params)
+            for number in range(1 + (len(self.drafts) < self.siblings)):
+                if left is not None:
+                    self.probabilities.append(left.astype(np.float32))
+                    self.tokens.append(rules.draft(left, sequence, position, number))
+                    left = rules.without(left, self.tokens[-1])
+        self.parents += [self.end] * (len(self.tokens) - place)
+        self.drafts.append(self.tokens[place])
+        self.end = place
+
+    @property
+    def tree(self) -> Tree:
+        """All of them."""
+        return Tree(tuple(self.tokens), tuple(self.parents), tuple(self.probabilities) if self.draws else None)
 
 
 class DraftProposer(Proposer):
@@ -52,9 +88,20 @@ class DraftProposer(Proposer):
 
     name = "draft"
     default_nodes = 5
+    draws = True
 
-    def __init__(self, executor: Executor, cache: KvCache, *, max_seq_len: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        cache: KvCache,
+        *,
+        max_seq_len: int,
+        max_batch_tokens: int,
+        vocab_size: int,
+        draws: bool = False,
+    ) -> None:
         self._executor, self._cache = executor, cache
+        self._vocab_size, self._draws = vocab_size, draws
         self._max_seq_len, self._max_batch_tokens = max_seq_len, max_batch_tokens
         self._states: dict[Sequence, _State] = {}
 
@@ -63,7 +110,9 @@ class DraftProposer(Proposer):
         """``argument``: directory of the draft engine."""
         from llmc.runtime.devices import make_executor
 
-        engine = load_draft(argument)
+        del argument
+        engine = setting.other
+        assert engine is not None, "it was loaded"
         if (problem := differs(engine, setting.engine)) is not None:
             raise UsageError(
                 f"--spec draft: {engine.path} and {setting.engine.path} differ in {problem}; a draft engine needs the "
@@ -78,15 +127,19 @@ class DraftProposer(Proposer):
             KvCache(blocks, block_size),
             max_seq_len=limits.max_seq_len,
             max_batch_tokens=limits.max_batch_tokens,
+            vocab_size=setting.engine.model.vocab_size,
+            draws=setting.draws,
         )
 
     @classmethod
-    def kv_bytes_per_token(cls, argument: str) -> int:
-        """Of the draft engine."""
-        return load_draft(argument).kv_bytes_per_token
+    def load(cls, argument: str) -> Engine:
+        """The draft engine."""
+        if not argument:
+            raise UsageError("--spec draft: name the draft engine, as in draft=DIR")
+        return load_engine(Path(argument))
 
     def propose(self, queries: list[Query]) -> list[Tree]:
-        """A chain for each, as far as the engine's context and the blocks allow."""
+        """A chain for each, as far as the engine's context and the blocks allow; drawn drafts have others beside."""
         paths: dict[int, _Path] = {}
         for index, query in enumerate(queries[: self._max_batch_tokens]):
             if (path := self._start(query)) is not None:
@@ -95,7 +148,7 @@ class DraftProposer(Proposer):
         while growing:
             self._grow(growing)
             growing = [path for path in growing if len(path.drafts) < path.limit]
-        return [Tree.chain(paths[index].drafts if index in paths else ()) for index in range(len(queries))]
+        return [paths[index].tree if index in paths else Tree() for index in range(len(queries))]
 
     def forget(self, sequence: Sequence) -> None:
         """Its blocks are free."""
@@ -111,13 +164,15 @@ class DraftProposer(Proposer):
         ):
             state.verified += 1
         del state.tokens[state.verified :]
-        limit = min(query.nodes, query.depth, self._max_seq_len - len(known) + 1)
+        draws = self._draws and query.sequence.request.params.temperature > 0
+        siblings = query.nodes // 3 if draws else 0
+        limit = min(query.nodes - siblings, query.depth, self._max_seq_len - len(known) + 1)
         missing = self._cache.blocks_for(len(known) + limit - 1) - len(state.table.blocks)
         if limit < 1 or missing > self._cache.num_available:
             return None
         if missing > 0:
             state.table.extend(self._cache.allocate(missing))
-        return _Path(query, state, limit)
+        return _Path(query, state, limit, siblings, draws)
 
     def _grow(self, paths: list[_Path]) -> None:
         """One step of the engine: a draft more for each path of which nothing is left to compute then."""
@@ -134,9 +189,7 @@ class DraftProposer(Proposer):
         for (path, tokens), row, done in zip(parts, logits, complete, strict=True):
             path.state.tokens += tokens
             if done:
-                sequence = path.query.sequence
-                position = len(sequence.tokens) + len(path.drafts)
-                path.drafts.append(draw_token(row, sequence, position=position))
+                path.grow(row[: self._vocab_size])
 
     def _step(self, parts: list[tuple[_Path, list[int]]]) -> NDArray[np.float32]:
         """Logits of the last row of each."""
@@ -156,18 +209,6 @@ class DraftProposer(Proposer):
                 block_tables=tables,
             )
         )
-
-
-def load_draft(directory: str) -> Engine:
-    """The draft engine.
-
-    Raises:
-        UsageError: none is named.
-        EngineError: it is missing or damaged.
-    """
-    if not directory:
-        raise UsageError("--spec draft: name the draft engine, as in draft=DIR")
-    return load_engine(Path(directory))
 
 
 def differs(draft: Engine, target: Engine) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmc.runtime.speculative.rules import Rule
+
 
 @dataclass
 class Acceptance:
@@ -18,6 +20,7 @@ class Acceptance:
     drafted: int = 0
     accepted: int = 0
     by_depth: list[list[int]] = field(default_factory=list)
+    rule: Rule = Rule.EXACT
 
     def add(self, drafted: int, deepest: int, accepted: int) -> None:
         """One verification of a tree with so many nodes, and how many were accepted."""
@@ -43,13 +46,15 @@ class Acceptance:
         """In words."""
         return (
             f"{self.proposer}: {self.accepted} of {self.drafted} drafts right, {self.tokens_per_step:.2f} tokens for "
-            "each verification"
+            f"each verification{'' if self.rule.is_lossless else f', sampling: {self.rule.label}'}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """For people and programs; ``by_position``: share of the steps that went so deep and accepted so much."""
         return {
             "proposer": self.proposer,
+            "sampling": self.rule.value,
+            "lossless": self.rule.is_lossless,
             "steps": self.steps,
             "drafted": self.drafted,
             "accepted": self.accepted,

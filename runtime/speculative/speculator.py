@@ -16,6 +16,7 @@ from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Proposer, Query, Tree
 from llmc.runtime.speculative.control import Controller
 from llmc.runtime.speculative.metrics import Acceptance
+from llmc.runtime.speculative.rules import Rule
 
 if TYPE_CHECKING:
     from llmc.runtime.chunk import Budget, Chunk
@@ -33,6 +34,8 @@ class Speculator:
         executor: the one that runs the steps.
         vocab_size: of its model.
         nodes: of a tree at most; default: as many as pay for themselves, at most the proposer's ``default_nodes``.
+        rule: when drafts are accepted. If tokens depend on drafts, trees are as large as they can be, so that they
+            depend on nothing but the sequence; only where memory or the step is too short for a tree, it is smaller.
         clock: in seconds, for what pays for itself.
     """
 
@@ -43,18 +46,24 @@ class Speculator:
         *,
         vocab_size: int,
         nodes: int | None = None,
+        rule: Rule = Rule.EXACT,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.acceptance = Acceptance(proposer.name)
+        self.acceptance, self.rule = Acceptance(proposer.name, rule=rule), rule
         self._proposer, self._executor, self._vocab_size, self._clock = proposer, executor, vocab_size, clock
         self._nodes = proposer.default_nodes if nodes is None else nodes
-        self._controller = Controller() if nodes is None else None
+        self._is_fixed = rule is Rule.TYPICAL or (rule is Rule.REJECTION and proposer.draws)
+        self._controller = Controller() if nodes is None and not self._is_fixed else None
         self._step: tuple[int, float] = (0, 0.0)
 
     @property
     def wants_hidden(self) -> bool:
         """Whether the rows before the head are to be computed."""
         return self._proposer.wants_hidden
+
+    def reserve(self, sequences: int) -> int:
+        """Rows of a step that are kept for trees, if so many sequences decode."""
+        return self._nodes * sequences if self._is_fixed else 0
 
     def draft(self, chunks: list[Chunk], budget: Budget, cache: KvCache) -> list[Chunk]:
         """The chunks of a step, some with a tree. ``budget``: that of a whole step."""
@@ -149,7 +158,10 @@ def _extend(sequence: Sequence, positions: int, cache: KvCache) -> None:
 
 
 def _allowed(tree: Tree, constraint: TokenConstraint) -> Tree:
-    """The tree without what the constraint of its sequence rules out."""
+    """The tree without what the constraint of its sequence rules out.
+
+    Drafts that were drawn stay, but nothing stays below them: that they were drawn counts when others are accepted.
+    """
     kept = [False] * len(tree)
 
     def walk(parent: int, state: TokenConstraint) -> None:
@@ -163,6 +175,8 @@ def _allowed(tree: Tree, constraint: TokenConstraint) -> Tree:
                     below.accept(token)
                     if not below.is_finished:
                         walk(node, below)
+            elif tree.probabilities is not None:
+                kept[node] = True
 
     try:
         walk(-1, constraint.clone())

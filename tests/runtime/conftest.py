@@ -16,6 +16,7 @@ from llmc.runtime.batch import Batch
 from llmc.runtime.kv_cache import KvCache
 from llmc.runtime.llm import LLM
 from llmc.runtime.scheduler import SchedulerConfig
+from llmc.runtime.speculative.rules import Rule
 from llmc.runtime.speculative.speculator import Speculator
 from llmc.runtime.tokenizer import Tokenizer
 from llmc.runtime.vocabulary import BYTE_OF
@@ -222,6 +223,7 @@ class Kit:
         """An LLM around the fake executor; ``values`` go to the scheduler, but for those that are from_parts' own."""
         tokenizer = values.pop("tokenizer", None) or cls.tokenizer(spec)
         default, proposer = values.pop("default_max_tokens", None), values.pop("proposer", None)
+        rule = values.pop("rule", Rule.EXACT)
         sizes = config(**values)
         executor = PagedExecutor(model, sizes)
         return LLM.from_parts(
@@ -231,7 +233,9 @@ class Kit:
             tokenizer=tokenizer,
             eos_token_ids=eos,
             default_max_tokens=default,
-            speculator=None if proposer is None else Speculator(proposer, executor, vocab_size=VOCAB, nodes=6),
+            speculator=None
+            if proposer is None
+            else Speculator(proposer, executor, vocab_size=VOCAB, nodes=6, rule=rule),
         )
 
     @classmethod

@@ -91,3 +91,29 @@ def test_tokens_are_compared(kit: Any) -> None:
     assert differs(engine(["<a>"], truncation={}), engine(["<a>"])) is None
     assert differs(engine(["<a>", "<b>"]), engine(["<b>", "<a>"])) == "2 tokens (such as '<a>')"
     assert differs(engine([]), engine(["<b>"])) == "1 tokens (such as '<b>')"
+
+
+def test_rejection_accepts_more_and_is_reproducible(target: Path, small: Path) -> None:
+    """The same answers again, whatever runs beside; the engine itself as its draft is always right."""
+    for draft in (small, target):
+
+        def answer(beside: int) -> Any:
+            asked = Speculation(f"draft={draft}", sampling="rejection")  # noqa: B023 - called in its round
+            llm = LLM(target, threads=1, speculative=asked, check=True)
+            params = [SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, top_p=0.9, seed=5)]
+            results = llm.generate([[5, 6, 7], *([9 + i] for i in range(beside))], params * (1 + beside))
+            assert llm.scheduler.speculator is not None
+            return results[0].token_ids, llm.scheduler.speculator.acceptance
+
+        alone, acceptance = answer(0)
+        assert answer(2)[0] == alone
+        assert acceptance.accepted > 0
+        if draft == target:
+            assert min(acceptance.rates) >= 0.99
+
+
+def test_a_rule_that_makes_no_sense_is_refused(target: Path) -> None:
+    with pytest.raises(UsageError, match="'greedy' is none of exact, rejection, typical"):
+        Speculation("ngram", sampling="greedy")
+    with pytest.raises(UsageError, match="nothing is drafted; say what drafts with --spec"):
+        LLM(target, speculative=Speculation(sampling="typical"))
