@@ -1,10 +1,12 @@
-"""llmc serve beside other servers of OpenAI's API, under the same load, in turns: requests/s and time to first token.
+r"""llmc serve beside other servers of OpenAI's API, under the same load, in turns: requests/s and time to first token.
 
     build_scripts/bench_serve_peers.py "llmc=llmc serve ENGINE --port {port}" \
-        "llama=llama-server -m MODEL.gguf --port {port} -np 16 -c 8192" [--rounds 3] [-- --requests 48 --rate 4 ...]
+        "llama=llama-server -m MODEL.gguf --port {port} -np 16 -c 8192" [vllm=http://127.0.0.1:8000] [--rounds 3] \
+        [-- --requests 48 --rate 4 ...]
 
-Each server is a command with {port} in it; the first is compared with the others. What follows `--` goes to
-`llmc bench serve`. Servers that are not being measured are stopped (SIGSTOP), so that they take no processor time.
+Each server is a command with {port} in it, or the address of one that runs; the first is compared with the others. What
+follows `--` goes to `llmc bench serve`. Servers that are not being measured are stopped (SIGSTOP), so that they take no
+processor time; one that is given by its address is not, and has to be idle then.
 """
 
 from __future__ import annotations
@@ -34,16 +36,22 @@ class Server:
 
     name: str
     command: str
-    port: int = 0
+    url: str = ""
     process: subprocess.Popen[bytes] | None = None
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self) -> None:
         """Start it, and wait until it lists its models."""
+        if self.command.startswith(("http://", "https://")):
+            self.url = self.command.rstrip("/")
+            if not self._answers():
+                sys.exit(f"{self.name}: nothing answers at {self.url}/v1/models")
+            return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        words = [word.replace("{port}", str(self.port)) for word in shlex.split(self.command)]
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        words = [word.replace("{port}", str(port)) for word in shlex.split(self.command)]
         self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         end = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -52,14 +60,14 @@ class Server:
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
-        """Send it."""
-        assert self.process is not None, "it has been started"
-        os.kill(self.process.pid, number)
+        """Send it, if the server is ours."""
+        if self.process is not None:
+            os.kill(self.process.pid, number)
 
     def measure(self, load: list[str]) -> None:
         """One round."""
         command = [sys.executable, "-P", "-m", "llmc", "bench", "serve", "--json", "--url"]
-        done = subprocess.run([*command, f"http://127.0.0.1:{self.port}", *load], stdout=subprocess.PIPE)
+        done = subprocess.run([*command, self.url, *load], stdout=subprocess.PIPE)
         if done.returncode:
             sys.exit(f"{self.name} was not measured")
         self.reports.append(json.loads(done.stdout))
@@ -76,7 +84,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/models", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
                 return bool(json.load(answer)["data"])
         except (OSError, ValueError, urllib.error.URLError):
             return False

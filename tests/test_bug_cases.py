@@ -1,7 +1,4 @@
-"""The collected bugs of systems like this one: each has tests here that carry its id in their name or docstring.
-
-Those that need quantization, a server, a prefix cache or speculation are added with these.
-"""
+"""The collected bugs of systems like this one: each has tests here that carry its id in their name or docstring."""
 
 import ast
 import re

@@ -1,9 +1,10 @@
 """What is promised to those who run and serve engines, and the tests that hold it: each test has to exist.
 
-S: security, R: reliability. The promises of the compiler alone are held by the tests beside it.
+S: security, R: reliability.
 """
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,17 @@ PROMISES = {
     "S2 nothing in a model or an engine is executed": [
         "test_house_rules.py::test_nothing_can_execute_what_a_file_holds",
     ],
+    "S3 no key of a config chooses code": ["compiler/test_checkpoint.py::test_no_code_of_a_model_is_run"],
     "S4 no connection is opened": [
         f"{SERVER}security.py::test_s4_nothing_is_connected_to",
         "compiler/test_build_cli.py::test_a_build_opens_no_connection",
     ],
     "S5, S7 files are checked before they are used": ["runtime/test_engine.py", "runtime/test_plan.py"],
+    "S6 names stay in their directory": [
+        "compiler/test_checkpoint.py::test_sec_12_shard_names_that_lead_out_of_the_directory",
+        "compiler/test_checkpoint.py::test_sec_12_links_may_not_lead_out_of_the_directory",
+        "compiler/test_checkpoint.py::test_sec_12_the_layout_of_the_hub_cache",
+    ],
     "S8 templates are limited": [
         "runtime/test_tokenizer.py::test_bombs",
         "runtime/test_tokenizer.py::test_templates_can_not_get_out",
@@ -48,6 +55,22 @@ PROMISES = {
     "S17 token ids are checked": ["runtime/test_llm.py::test_tok_09_token_ids_are_checked"],
     "S18 readers are fuzzed": ["fuzz/test_fuzz.py::test_the_corpus_and_what_is_near_it"],
     "S19 what is released is pinned and listed": ["test_release.py::test_everything_in_the_lock_has_hashes"],
+    "S20 problems have a place to report them, and dates": [f"{SERVER}security_page.py::test_how_problems_are_handled"],
+    "R1 kernels match a reference": [
+        "plugins/test_linear.py::test_agrees_with_float64",
+        "plugins/test_quantized_linear.py::test_integer_products_have_the_same_bits_everywhere",
+        "plugins/test_quantized_linear.py::test_errors_are_those_of_rounding_x",
+        "plugins/test_quantized_linear.py::test_mth_08_scales_and_zeros",
+        "plugins/test_paged_attention.py::test_rounded_keys_and_values_are_what_is_read",
+        "plugins/test_elementwise.py::test_unary_values",
+        "plugins/test_norm.py::test_mth_01_order_and_dtype_of_the_weight",
+    ],
+    "R2 logits are those of transformers": [
+        "compiler/test_trace.py::test_equals_transformers",
+        "compiler/test_model_math.py",
+        "test_coverage.py::test_runs_as_in_transformers",
+        "real/test_real_models.py::test_greedy_tokens_equal_transformers",
+    ],
     "R3 scheduling changes no token": [
         f"{SERVER}parity.py::test_streamed_whole_and_offline_are_equal_to_the_last_bit",
         "test_batch_invariance.py",
@@ -81,9 +104,34 @@ PROMISES = {
     ],
     "R15 limits and constraints are exact": ["runtime/constraints/test_constraints.py::test_schemas"],
     "R16 a seed is a seed": ["runtime/test_llm.py::test_bat_13_seeds_next_to_any_neighbour"],
+    "R17 drafts keep the distribution": [
+        "runtime/speculative/test_answers.py::test_spc_01_the_distribution_is_the_models",
+        "runtime/speculative/test_draft.py::test_spc_08_a_draft_engine_that_is_the_target_is_always_right",
+        "runtime/speculative/test_identity.py::test_spc_09_drafts_change_nothing",
+    ],
+    "R18 an engine is whole or not there": [
+        "compiler/test_interrupted_builds.py::test_art_04_killed",
+        "compiler/test_interrupted_builds.py::test_art_04_interrupted",
+        "compiler/test_interrupted_builds.py::test_art_04_two_at_once",
+        "compiler/test_interrupted_builds.py::test_art_04_a_full_disk",
+    ],
     "R19 refusals have names and exit codes": [f"{SERVER}lifecycle.py::test_exit_codes"],
+    "R20 the same input gives the same bytes": [
+        "compiler/test_engine_writer.py::test_the_same_input_gives_the_same_bytes",
+    ],
     "R21 older engines run": ["runtime/test_golden.py::test_a_golden_engine_generates_what_it_did"],
+    "R22 a long load of all kinds leaves nothing behind": [
+        f"{SERVER}soak.py::test_a_sound_server_passes",
+        f"{SERVER}soak.py::test_what_it_finds",
+        f"{SERVER}soak.py::test_growth_of_memory",
+    ],
 }
+NUMBERS = {f"S{n}" for n in range(1, 21)} | {f"R{n}" for n in range(1, 23)}
+
+
+def test_no_promise_is_missing() -> None:
+    listed = [number for promise in PROMISES for number in re.findall(r"\b[SR]\d+\b", promise)]
+    assert len(listed) == len(NUMBERS) and set(listed) == NUMBERS
 
 
 @pytest.mark.parametrize("promise", PROMISES)

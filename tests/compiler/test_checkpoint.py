@@ -476,13 +476,21 @@ def test_both_spellings_of_rope_and_dtype(tmp_path: Path) -> None:
 
 
 def test_no_code_of_a_model_is_run(tmp_path: Path) -> None:
+    """What is native builds, what is not is refused."""
     marker = tmp_path / "executed"
     folder = write_llama(
-        tmp_path / "model", auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "modeling_x.C"}
+        tmp_path / "model",
+        auto_map={"AutoModelForCausalLM": "modeling_x.X", "AutoConfig": "modeling_x.C"},
+        trust_remote_code=True,
+        custom_generate="custom_generate/generate.py",
     )
-    (folder / "modeling_x.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    (folder / "custom_generate").mkdir()
+    for name in ("modeling_x.py", "custom_generate/generate.py", "__init__.py", "sitecustomize.py"):
+        (folder / name).write_text(f"open({str(marker)!r}, 'w')\n")
+    (folder / "generation_config.json").write_text('{"custom_generate": "custom_generate/generate.py"}')
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["modeling_x.T", null]}}')
     Checkpoint.open(folder).tokenizer()
+    build_engine(folder, tmp_path / "engine")
     config = CONFIG | {
         "model_type": "mine",
         "architectures": ["X"],

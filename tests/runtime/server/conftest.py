@@ -49,8 +49,12 @@ class Live:
             self.process = subprocess.Popen([*command, *arguments], stderr=file)
 
     def __enter__(self) -> Self:
-        wait_until(lambda: "ready: " in self.log or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log
+        try:
+            wait_until(lambda: "ready: " in self.log or self.process.poll() is not None)
+            assert self.process.poll() is None, self.log
+        except BaseException:  # also when the test is interrupted: nobody else would end it
+            self.__exit__()
+            raise
         self.port = int(re.findall(r"listening on http://.*:(\d+)", self.log)[0])
         self.admin_port = int((re.findall(r"admin: on http://.*:(\d+)", self.log) or [0])[0])
         self.url = f"http://127.0.0.1:{self.port}"

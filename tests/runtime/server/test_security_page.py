@@ -27,6 +27,14 @@ def test_the_tables_are_up_to_date(generator: ModuleType) -> None:
     assert found == generator.page(), "a route, field or limit has changed: python build_scripts/security_tables.py"
 
 
+def test_how_problems_are_handled(generator: ModuleType) -> None:
+    """S20: a private place to report them, and what is fixed within which time."""
+    reports = generator.PAGE.read_text(encoding="utf-8").partition("## Reports")[2].partition("<!--")[0]
+    assert "privately" in reports and "denial of service counts" in reports
+    days = dict(re.findall(r"^\| (critical|high|other) \| [^|]+ \| (\d+) days \|", reports, re.MULTILINE))
+    assert days == {"critical": "7", "high": "30", "other": "90"}
+
+
 def test_every_field_has_bounds(generator: ModuleType) -> None:
     """S10: no number, list or object without a limit; texts are limited by the body."""
     rows = re.findall(r"^\| `\w+` \| (.*?) \|", "\n".join(generator._fields()), re.MULTILINE)
