@@ -83,6 +83,7 @@ def make_app(
         host=host,
         settings=settings,
         metrics=models.metrics,
+        tracing=models.tracing,
         is_draining=lambda: models.draining and endpoints is ENDPOINTS,
     )
 

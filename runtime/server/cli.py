@@ -83,15 +83,31 @@ def serve(
     logs = Logs(settings.log_format, settings.log_level)
     try:
         metrics = Metrics(logs)
-        models = Models(paths, load_engine, settings, metrics)
+        tracing = _tracing() if settings.otel else None
+        models = Models(paths, load_engine, settings, metrics, tracing)
         metrics.watch(models.all)
-        asyncio.run(_run(models, settings, Server))
+        try:
+            asyncio.run(_run(models, settings, Server))
+        finally:
+            if tracing is not None:
+                tracing.close()
     finally:
         logs.close()
 
 
 async def _run(models: Any, settings: Settings, server: Any) -> None:
     await server(models, settings).run()
+
+
+def _tracing() -> Any:
+    try:
+        from llmc.runtime.server.tracing import Tracing, otlp_exporter
+
+        return Tracing(otlp_exporter())
+    except ModuleNotFoundError as problem:
+        raise UsageError(
+            f"--otel needs packages that are not installed ({problem.name}): pip install 'llmc-engine[otel]'"
+        ) from None
 
 
 def _paths(engine: Path | None, name: str | None, named: tuple[str, ...]) -> dict[str, Path]:

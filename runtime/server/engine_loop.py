@@ -127,8 +127,10 @@ class EngineLoop:
                 self._turned = time.monotonic()
                 self._take()
                 if self.llm.has_unfinished and not self.paused:
-                    self._publish(self.llm.step())
-                    self._report_started()
+                    begin = time.monotonic()
+                    deltas = self.llm.step()
+                    self._report_started(begin)
+                    self._publish(deltas, begin)
         except Exception:
             log.exception("the engine's thread failed")
         if not self._stopping:
@@ -175,14 +177,14 @@ class EngineLoop:
             self.llm.abort(ticket.request_id)
             self._send(Update(ticket, released=True))
 
-    def _report_started(self) -> None:
+    def _report_started(self, begin: float) -> None:
         """Once for each request: it has left the queue."""
         started = [i for i in self._new if any(s.num_computed for s in self._tickets[i][1].sequences)]
         for request_id in started:
             self._new.discard(request_id)
-            self._send(Update(self._tickets[request_id][0], started=True))
+            self._send(Update(self._tickets[request_id][0], started=True, at=begin))
 
-    def _publish(self, deltas: list[Delta]) -> None:
+    def _publish(self, deltas: list[Delta], begin: float) -> None:
         grouped: dict[int, list[Delta]] = {}
         for delta in deltas:
             grouped.setdefault(delta.request_id, []).append(delta)
@@ -193,7 +195,7 @@ class EngineLoop:
             if output is not None:
                 del self._tickets[request_id]
                 self._new.discard(request_id)
-            updates.append(Update(ticket, tuple(group), output=output, released=output is not None))
+            updates.append(Update(ticket, tuple(group), output=output, released=output is not None, at=begin))
         if updates:
             self._tell(self._deliver, updates)
         self._watch_failures(deltas)

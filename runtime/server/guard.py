@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
@@ -17,6 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmc.runtime.server.errors import PHRASES, ApiError
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.settings import MAX_HEADER_BYTES, MAX_HEADER_LINES, Keys, Settings, is_loopback
+
+if TYPE_CHECKING:
+    from llmc.runtime.server.tracing import Tracing
 
 OPEN = {b"/livez", b"/readyz", b"/health"}
 """Answer everybody, to GET and HEAD; their bodies are constant."""
@@ -43,8 +47,10 @@ class Guard:
         settings: Settings,
         metrics: Metrics,
         is_draining: Callable[[], bool],
+        tracing: Tracing | None = None,
     ) -> None:
         self.app, self._keys, self._metrics, self._is_draining = app, keys, metrics, is_draining
+        self._tracing = tracing
         self._checks_host = is_loopback(host) or not keys
         self._hosts = {name.lower() for name in settings.allowed_host}
         self._origins = {name.lower().rstrip("/") for name in settings.allowed_origin}
@@ -56,6 +62,7 @@ class Guard:
         begin, status, request_id = time.monotonic(), 0, uuid.uuid4().hex
         scope["llmc.request_id"] = request_id
         echoed = _header(scope, b"x-request-id")
+        traced = None if self._tracing is None or scope["raw_path"] in OPEN else self._tracing.begin()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -74,6 +81,8 @@ class Guard:
                 await _error(problem, request_id).response()(scope, receive, watched)
         finally:
             self._report(scope, request_id, status, time.monotonic() - begin)
+            if self._tracing is not None and traced is not None:
+                self._tracing.end(scope, traced, status)
 
     def _report(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         route = scope.get("llmc.route", "other")

@@ -72,6 +72,8 @@ class Update:
     output: RequestOutput | None = None
     problem: ApiError | None = None
     released: bool = False
+    at: float = 0.0
+    """When the step began that made it; of the monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -89,7 +91,11 @@ class Job:
     _deltas: deque[tuple[int, Delta]] = field(default_factory=deque)
     _problem: ApiError | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _begin: float = field(default_factory=time.monotonic)
+    begun_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    """When the step began in which its first prompt left the queue; ``first_at``: when its first tokens came."""
+    first_at: float | None = None
+    generated: int = 0
     _last: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def receive(self, update: Update) -> None:
@@ -98,6 +104,8 @@ class Job:
         ticket.accepted |= update.accepted
         ticket.started |= update.started
         ticket.output = update.output or ticket.output
+        if self.started_at is None and update.at:
+            self.started_at = update.at
         if update.deltas:
             ticket.started = True
             self._count(ticket, update.deltas)
@@ -173,6 +181,12 @@ class Job:
         return [ticket.output for ticket in self.tickets if ticket.output is not None]
 
     @property
+    def failed(self) -> bool:
+        """Whether something went wrong, also after the answer had begun."""
+        choices = [choice for output in self.outputs for choice in output.choices]
+        return self._problem is not None or any(c.finish_reason is FinishReason.ERROR for c in choices)
+
+    @property
     def _done(self) -> bool:
         return all(ticket.output is not None for ticket in self.tickets)
 
@@ -199,8 +213,12 @@ class Job:
         for delta in deltas:
             if delta.token_ids:
                 key = (ticket.index, delta.choice)
-                self.metrics.tokens(len(delta.token_ids), now - self._last.get(key, self._begin), key not in self._last)
+                self.metrics.tokens(
+                    len(delta.token_ids), now - self._last.get(key, self.begun_at), key not in self._last
+                )
                 self._last[key] = now
+                self.first_at = self.first_at or now
+                self.generated += len(delta.token_ids)
 
 
 def failure(error: str | None) -> ApiError:

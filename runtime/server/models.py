@@ -24,6 +24,7 @@ from llmc.runtime.server.settings import Settings
 if TYPE_CHECKING:
     from llmc.runtime.constraints import TokenConstraint
     from llmc.runtime.llm import LLM
+    from llmc.runtime.server.tracing import Tracing
     from llmc.runtime.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -109,16 +110,22 @@ class Models:
     Args:
         paths: engine directories by name; the first is the default of the page.
         load: makes an LLM of a directory; may take long, runs in a thread.
+        tracing: where spans of requests go.
     """
 
     def __init__(
-        self, paths: Mapping[str, Path], load: Callable[[Path], LLM], settings: Settings, metrics: Metrics
+        self,
+        paths: Mapping[str, Path],
+        load: Callable[[Path], LLM],
+        settings: Settings,
+        metrics: Metrics,
+        tracing: Tracing | None = None,
     ) -> None:
         for name in paths:
             if NAME.fullmatch(name) is None:
                 raise UsageError(f"--model {name}: a name has up to 128 letters, digits and . _ / : -")
         self.all = {name: Model(name, path) for name, path in paths.items()}
-        self.settings, self.metrics, self.draining = settings, metrics, False
+        self.settings, self.metrics, self.tracing, self.draining = settings, metrics, tracing, False
         self.on_failure: Callable[[], None] = lambda: None
         self._load = load
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
@@ -216,6 +223,8 @@ class Models:
         engine, options = model.running, replace(options, adapter=model.adapter)
         job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + self.settings.request_timeout)
         job.tickets += [Ticket(job, i, prompt, params, options) for i, prompt in enumerate(prompts)]
+        if self.tracing is not None:
+            self.tracing.note(model.name, job)
         engine.submit(job)
         return job
 
