@@ -128,9 +128,13 @@ def ways(layout: Layout) -> tuple[int, int]:
     return splits, max(-(-layout.chunks // (splits * WAYS)), 1)
 
 
+LEAST_SHARED = 99 << 10
+"""Bytes of shared memory that a block may have on any chip."""
+
+
 def shared_limit(capability: int) -> int:
-    """Bytes of shared memory that a block may have on every chip that runs such a cubin, less some for two blocks."""
-    return 200 << 10 if 90 <= capability < 120 else 99 << 10
+    """Bytes that it may have on every chip that runs a cubin for this one."""
+    return 200 << 10 if 90 <= capability < 120 else LEAST_SHARED
 
 
 def inverse(steps: int, layout: Layout) -> int:
@@ -150,49 +154,61 @@ class Instance:
     shape: Shape
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Shared memory of a kernel: ``head`` bytes, then a ring of slots for each team of warps."""
+
+    head: int
+    slot: int
+    teams: int
+    fold: int
+    """Steps after which scales may change."""
+
+    @staticmethod
+    def of(layout: Layout, scale: str, zeros: str, shape: Shape) -> Ring:
+        """As `Gemm` of gemm.cuh has it."""
+        team = shape.m_warps * shape.n_warps
+        fold = STEPS if layout.blocks == 1 or layout.width // layout.step % STEPS == 0 else 1
+        of_group = {"": 0, "uint8": 32, "float32": 128}[zeros]
+        if layout.format != "plain":
+            of_group += 64 if scale == "float16" else 128
+        groups = 1 if fold == STEPS else STEPS
+        slot = shape.rows * 128 + shape.n_warps * (STEPS * layout.step_bytes + groups * of_group)
+        return Ring(-(-shape.rows // 16) * 128, -(-slot // 128) * 128, WAYS if team == 1 else 1, fold)
+
+    def stages(self, limit: int) -> int:
+        """Slots of a ring: two at least, or 0 where these don't fit."""
+        most, limit = (6, limit) if self.teams > 1 else (4, LEAST_SHARED)
+        stages = (limit - self.head) // (self.slot * self.teams)
+        return 0 if stages < 2 else min(most, stages)
+
+
 @cache
 def instance(weight: str, math_type: str, layout: Layout, scale: str, zeros: str, shape: Shape, limit: int) -> Instance:
     """The kernel for a kind of weight (a template of gemm.cuh) and a shape of tiles; see `_weight_type`."""
-    words = layout.step_bytes // 128
-    block_steps = layout.width // layout.step
-    fold = STEPS if layout.blocks == 1 or block_steps % STEPS == 0 else 1
-    team = shape.m_warps * shape.n_warps
-    teams = WAYS if team == 1 else 1
-    groups = 1 if fold == STEPS else STEPS
-    quantized = layout.format != "plain"
-    of_group = (32 * (2 if scale == "float16" else 4) if quantized else 0) + {"": 0, "uint8": 32, "float32": 128}[zeros]
-    slot = shape.rows * 128 + shape.n_warps * (STEPS * layout.step_bytes + groups * of_group)
-    slot = -(-slot // 128) * 128
-    head = -(-2 * shape.rows * 4 // 128) * 128
-    stages = min(6 if team == 1 else 4, ((limit if team == 1 else 99 << 10) - head) // (slot * teams))
-    if stages < 2:
-        raise KernelError(f"no shared memory for {shape} with {words} words a step")
-    kind = f"{layout.format}{layout.step}_" + (f"{scale[0]}{scale[-2:]}{zeros[:1]}_" if quantized else "")
-    name = f"gemm_{SHORT.get(math_type, math_type)}_{kind}{shape.m_tiles}x{shape.m_warps}x{shape.n_warps}"
+    ring = Ring.of(layout, scale, zeros, shape)
+    stages = ring.stages(limit)
+    assert stages, f"{shape} does not fit"
+    scales = f"{scale[0]}{scale[-2:]}{zeros[:1]}_" if layout.format != "plain" else ""
+    size = f"{shape.m_tiles}x{shape.m_warps}x{shape.n_warps}"
     math_class = f"Half16<{math_type}>" if math_type in SHORT else math_type
-    parts = f"{shape.m_tiles}, {shape.m_warps}, {shape.n_warps}, {stages}, {fold}"
+    parts = f"{shape.m_tiles}, {shape.m_warps}, {shape.n_warps}, {stages}, {ring.fold}"
     kernel = Kernel(
-        f"{name}_s{stages}_f{fold}",
+        f"gemm_{SHORT.get(math_type, math_type)}_{layout.format}{layout.step}_{scales}{size}_s{stages}_f{ring.fold}",
         "csrc/cuda/gemm.cuh",
         f"gemm<Gemm<{math_class}, {weight}, {parts}>>",
         GEMM,
         THREADS,
         2 if shape == ONE else 1,
     )
-    return Instance(kernel, head + slot * teams * stages, shape)
-
-
-def fits(words: int, shape: Shape, limit: int) -> bool:
-    """Whether two stages of a ring of eight warps fit."""
-    return 2 * WAYS * (shape.rows * 128 + words * 512 + 1024) < limit
+    return Instance(kernel, ring.head + ring.slot * ring.teams * stages, shape)
 
 
 def shape_for(rows: float, weight: Weight, limit: int) -> Shape:
     """The tiles for so many rows of x, of an expert on the average."""
-    if rows <= ONE.rows:
-        return ONE
-    if rows <= TWO.rows and fits(weight.layout.step_bytes // 128, TWO, limit):
-        return TWO
+    for shape in (ONE, TWO):
+        if rows <= shape.rows and Ring.of(weight.layout, weight.scale, weight.zeros, shape).stages(limit):
+            return shape
     return MANY if weight.quantized or rows <= MANY.rows else MOST
 
 

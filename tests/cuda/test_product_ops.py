@@ -1,15 +1,17 @@
 """CUDA kernels of the other ops with products: llmc::moe, embedding, matmul and lora."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from contract import NUMPY, Contract, check_op
-from test_products import packed_codes
+from test_products import packed_codes, run
 
 from llmc.plugins import Sample, all_ops
 from llmc.plugins.linear import cuda_packing as linear_packing
+from llmc.plugins.quantized_linear.reference import random_weight
 
 KEPT = tuple(
     f"{name}{mark}"
@@ -36,11 +38,16 @@ def packed_experts(_: str, sample: Sample, inputs: list[Any]) -> list[Any]:
     return [x, ids, weights, gate_up, down, *biases, up_scale, up_zero, down_scale, down_zero]
 
 
-def expert_samples(dtype: str) -> Callable[[np.random.Generator], Iterator[Sample]]:
-    """The op's samples: plain experts in the dtype of activations, quantized ones computed in every way."""
+def some_samples(op: str, every: int) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """Some of the op's samples."""
+    return lambda rng: itertools.islice(all_ops()[op].plan_samples(rng), 0, None, every)
+
+
+def expert_samples(dtype: str, every: int) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """Some of the op's samples, with plain experts in the dtype of activations."""
 
     def samples(rng: np.random.Generator) -> Iterator[Sample]:
-        for sample in all_ops()["moe"].plan_samples(rng):
+        for sample in some_samples("moe", every)(rng):
             inputs, attributes = list(sample.inputs), dict(sample.attributes)
             if attributes.get("format", "plain") == "plain":
                 inputs[3:5] = [weight.astype(NUMPY[dtype]) for weight in inputs[3:5]]
@@ -50,9 +57,34 @@ def expert_samples(dtype: str) -> Callable[[np.random.Generator], Iterator[Sampl
     return samples
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-def test_experts(dtype: str) -> None:
-    check_op(Contract("moe", KEPT, packed_experts, samples=expert_samples(dtype), units=8), dtype)
+@pytest.mark.parametrize(("dtype", "every"), (("bfloat16", 2), ("float32", 7)))
+def test_experts(dtype: str, every: int) -> None:
+    check_op(Contract("moe", KEPT, packed_experts, samples=expert_samples(dtype, every), units=8), dtype)
+
+
+def test_tokens_have_the_same_bits_in_any_number() -> None:
+    """Few rows of an expert and many take different tiles; int8 rounds what is between the products."""
+    rng = np.random.default_rng(2)
+    tokens, hidden, inner, experts = 200, 72, 40, 3
+    attributes = {"format": "int4", "group": 32, "compute": "int8", "x_group": 0, "inner": inner}
+    attributes |= {"function": "silu", "gated": True, "interleaved": False, "alpha": 0.0, "limit": 0.0}
+    x = rng.standard_normal((tokens, hidden), np.float32).astype(NUMPY["bfloat16"])
+    ids = rng.integers(-1, experts + 1, (tokens, 2))
+    weights = rng.random((tokens, 2), np.float32)
+    packed = []
+    for rows, columns in ((2 * inner, hidden), (hidden, inner)):
+        each = [packed_codes(*random_weight(rng, rows, columns, "int4", 32), attributes) for _ in range(experts)]
+        packed.append([np.stack(part) for part in list(zip(*each, strict=True))[:2]])
+    (gate_up, up_scale), (down, down_scale) = packed
+
+    def first(count: int) -> np.ndarray:
+        inputs = [x[:count], ids[:count], weights[:count], gate_up, down, *(None, None, up_scale, None, down_scale)]
+        return run(inputs, (count, hidden), attributes, "moe", "bfloat16")
+
+    together = first(tokens)
+    assert together.any()
+    for count in (1, 30):
+        np.testing.assert_array_equal(first(count).view(np.uint16), together[:count].view(np.uint16))
 
 
 def packed_table(_: str, sample: Sample, inputs: list[Any]) -> list[Any]:
@@ -65,7 +97,7 @@ def packed_table(_: str, sample: Sample, inputs: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_embedding(dtype: str) -> None:
-    check_op(Contract("embedding", KEPT, packed_table), dtype)
+    check_op(Contract("embedding", KEPT, packed_table, samples=some_samples("embedding", 5)), dtype)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

@@ -447,16 +447,17 @@ struct GemmBlock {
   DEV void run(float (*total)[4][4]) {
     const int way = static_cast<int>(blockIdx.z) * WAYS + team, ways = G::TEAM == 1 ? 1 : WAYS;
     const int begin = min(way * p.way_chunks, p.chunks), end = min((way + ways) * p.way_chunks, p.chunks);
-    UNROLL for (int s = 0; s < G::STAGES - 1; ++s) {
-      if (begin + s < end) load(begin + s, slot(s));
+    int left = p.way_chunks, now = 0, next = 0;  // slots of the chunk that is multiplied, and of the one that is loaded
+    for (int loaded = begin; loaded < end + G::STAGES - 1; ++loaded) {
+      const int chunk = loaded - (G::STAGES - 1);
+      if (chunk >= begin) {
+        cp_wait<G::STAGES - 2>();
+        team_barrier();
+      }
+      if (loaded < end) load(loaded, slot(next));
       cp_commit();
-    }
-    int now = 0, left = p.way_chunks;
-    for (int chunk = begin; chunk < end; ++chunk) {
-      cp_wait<G::STAGES - 2>();
-      team_barrier();
-      if (chunk + G::STAGES - 1 < end) load(chunk + G::STAGES - 1, slot(now == 0 ? G::STAGES - 1 : now - 1));
-      cp_commit();
+      next = next + 1 == G::STAGES ? 0 : next + 1;
+      if (chunk < begin || chunk >= end) continue;
       const bool last = --left == 0 || chunk + 1 == end;
       multiply(slot(now), chunk, last);
       now = now + 1 == G::STAGES ? 0 : now + 1;
