@@ -1,9 +1,11 @@
 """Products with weights on a CUDA device: which kernels a product is, for llmc::linear, quantized_linear and moe.
 
-See csrc/cuda/gemm.cuh for how results have the same bits whatever the number of rows; here is what depends on it: tiles,
+See csrc/cuda/gemm.cuh for how results have the same bits for any number of rows; here is what depends on it: tiles,
 warps and stages. What the sums depend on, `ways`, is decided by K and N alone. Numbers of 16 bits are multiplied as
 bfloat16 or float16 whatever ``compute`` of bfloat16 or float32 says, as they need no rounding.
 """
+
+# long: one product in order, from the shape of its weight to its launches
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows of a tile, and how eight warps share it: each has a way, or ``m_warps`` x ``n_warps`` one after the other."""
+    """Rows of a tile, and how eight warps share it: a way for each, or ``m_warps`` x ``n_warps`` for all."""
 
     m_tiles: int
     m_warps: int = 1
@@ -237,14 +239,20 @@ def _weight_type(weight: Weight, kind: str) -> str:
 
 
 def product(
-    call: Call, x: Tensor, weight: Weight, y: Tensor, *, experts: Experts | None = None, function: str = "",
+    call: Call,
+    x: Tensor,
+    weight: Weight,
+    y: Tensor,
+    *,
+    experts: Experts | None = None,
+    function: str = "",
     x_scale: Tensor | None = None,
 ) -> list[Launch]:
     """The launches of y = function(x w^T + bias); with ``experts`` y has a row for each of their rows."""
     rows, where = x.shape[0], weight.layout
     if min(y.shape) == 0:
         return []
-    if where.columns > 1 and x.strides[1] != 1 or y.shape[1] > 1 and y.strides[1] != 1:
+    if (where.columns > 1 and x.strides[1] != 1) or (y.shape[1] > 1 and y.strides[1] != 1):
         raise KernelError("the columns of x and y must be contiguous")
     kind = math_of(weight, x.dtype, call.capability)
     splits, way_chunks = ways(where) if experts is None else (1, max(-(-where.chunks // WAYS), 1))
@@ -376,7 +384,7 @@ def _gemm(
 
 
 def combine(part: Tensor, weight: Weight, y: Tensor, splits: int, function: str) -> Launch:
-    """y = function of the sum of partial sums and the bias."""
+    """Y = function of the sum of partial sums and the bias."""
     kernel = Kernel(
         f"combine_{function or 'plain'}",
         "csrc/cuda/gemm_rows.cuh",

@@ -24,7 +24,9 @@ def weight_of(weight: Tensor, rows: int, columns: int, bias: Tensor | None, *, e
     layout = cuda_packing.layout(rows, columns)
     shape = (rows, columns) if weight.dtype == "float32" else layout.shape
     if weight.shape[int(experts) :] != shape:
-        raise KernelError(f"a {weight.dtype} weight of {rows} x {columns} is {list(shape)} for CUDA, not {weight.shape}")
+        raise KernelError(
+            f"a {weight.dtype} weight of {rows} x {columns} is {list(shape)} for CUDA, not {weight.shape}"
+        )
     if bias is not None and bias.dtype != "float32":
         raise KernelError(f"a bias must be float32, not {bias.dtype}")
     return Weight(layout, weight.dtype, weight.address, bias=bias.address if bias else 0)

@@ -18,7 +18,7 @@ def launches(call: Call) -> list[Launch]:
     if len(lead) > 2:
         raise KernelError(f"a matmul of {len(y.shape)} axes; CUDA kernels take four")
     n0, n1 = (*(1,) * (2 - len(lead)), *lead)
-    values = {}
+    values: dict[str, int] = {}
     for tensor, names in ((a, ("a0", "a1", "am", "ak")), (b, ("b0", "b1", "bk", "bn")), (y, ("y0", "y1", "ym", "yn"))):
         values |= dict(zip(names, _strides(tensor, tuple(lead)), strict=True))
     kernel = Kernel(

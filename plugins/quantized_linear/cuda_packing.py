@@ -1,10 +1,10 @@
 """The packed layout of quantized weights for CUDA; see plugins/cuda_packing.py.
 
-    codes   uint8 [panels, chunks, 4, bytes of a step]. int4 in steps of 16: word h of a lane holds tiles 2 h and
-            2 h + 1, its bits from 4 i + 16 q on column q of pair i % 2 of tile i / 2 of these, so that a mask gives the
-            pair as two 16-bit numbers. int4 in steps of 32: the first 16 columns in the low halves of bytes, the others
-            in the high ones. int8 in steps of 32: the code minus 128.
-    scale   float16 or float32 [panels, G, 32]; zero uint8 or float32 of the same shape
+codes   uint8 [panels, chunks, 4, bytes of a step]. int4 in steps of 16: word h of a lane holds tiles 2 h and
+        2 h + 1, its bits from 4 i + 16 q on column q of pair i % 2 of tile i / 2 of these, so that a mask gives the
+        pair as two 16-bit numbers. int4 in steps of 32: the first 16 columns in the low halves of bytes, the others
+        in the high ones. int8 in steps of 32: the code minus 128.
+scale   float16 or float32 [panels, G, 32]; zero uint8 or float32 of the same shape
 """
 
 from __future__ import annotations
@@ -55,11 +55,17 @@ def unpack(where: Layout, packed: Array) -> Array:
     if where.format == "int4":
         packed = np.stack([packed & 15, packed >> 4], -1)
     if where.format == "int4" and where.step == 16:
-        parts = packed.reshape(panels, chunks, steps, g, t, tiles, pairs, two, halves).transpose(0, 1, 2, 5, 3, 4, 7, 8, 6)
+        parts = packed.reshape(panels, chunks, steps, g, t, tiles, pairs, two, halves).transpose(
+            0, 1, 2, 5, 3, 4, 7, 8, 6
+        )
     elif where.step == 16:
-        parts = packed.reshape(panels, chunks, steps, g, t, tiles, two, halves, pairs).transpose(0, 1, 2, 5, 3, 4, 6, 7, 8)
+        parts = packed.reshape(panels, chunks, steps, g, t, tiles, two, halves, pairs).transpose(
+            0, 1, 2, 5, 3, 4, 6, 7, 8
+        )
     elif where.format == "int4":
-        parts = packed.reshape(panels, chunks, steps, g, t, tiles, two, pairs, halves).transpose(0, 1, 2, 5, 3, 4, 6, 8, 7)
+        parts = packed.reshape(panels, chunks, steps, g, t, tiles, two, pairs, halves).transpose(
+            0, 1, 2, 5, 3, 4, 6, 8, 7
+        )
     else:
         parts = packed.reshape(fragment_shape(where))
     codes = from_fragments(where, parts)

@@ -13,12 +13,9 @@ from llmc.plugins import Sample, all_ops
 from llmc.plugins.linear import cuda_packing as linear_packing
 from llmc.plugins.quantized_linear.reference import random_weight
 
-KEPT = tuple(
-    f"{name}{mark}"
-    for name in ("weights", "weight", "scale", "zero", "gate_up", "down", "gate_up_bias", "down_bias")
-    + tuple(f"{which}_{part}" for which in ("gate_up", "down") for part in ("scale", "zero"))
-    + ("a", "b", "ranks", "adapters")
-    for mark in ("", "?")
+KEPT = (
+    *("weights", "weight", "gate_up", "down", "a", "b", "ranks", "adapters", "scale?", "zero?"),
+    *("gate_up_bias?", "down_bias?", "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?"),
 )
 
 

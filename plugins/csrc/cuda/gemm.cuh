@@ -193,7 +193,8 @@ struct Gemm {
   static constexpr int A = 0, B = ROWS * ROW_BYTES, S = B + NW * CHUNK, Z = S + NW * GROUPS * SCALE;
   static constexpr int SLOT = (Z + NW * GROUPS * ZEROS + 127) / 128 * 128;
   static constexpr int HEAD = (2 * ROWS * 4 + 127) / 128 * 128;  // rows of x and of y
-  static constexpr bool TOTALS = Weight::QUANTIZED && (Weight::ZERO == FLOAT_ZERO || (Weight::ZERO && !Weight::SHIFTED));
+  static constexpr bool TOTALS =
+      Weight::QUANTIZED && (Weight::ZERO == FLOAT_ZERO || (Weight::ZERO && !Weight::SHIFTED));
   static_assert(TEAM == 1 || TEAM == WAYS, "eight warps");
 };
 
