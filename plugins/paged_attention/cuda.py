@@ -22,6 +22,9 @@ KV_DTYPES = tuple(_TYPES)
 SHORT_ROWS = 64
 """A sequence with at most so many rows (new tokens times heads of a group) is split by units."""
 
+MOST_SCRATCH = 256 << 20
+"""Bytes beyond which only sequences of one new token are split."""
+
 MOST_DIMS = 256
 _UNITS = ((0, 256), (4096, 1024))  # from a position on, so many each
 _BLOCKS = 1024  # that share the units of a batch, for each kv head
@@ -180,12 +183,20 @@ def _params(call: Call) -> tuple[AttentionParams, bool]:
     biased = biased or shifted
     p.true_scale = attributes["scale"]
     p.scale = attributes["scale"] if biased else attributes["scale"] * log2(2.718281828459045)
-    p.short_rows = max(SHORT_ROWS, p.group)
-    p.part_rows = min(p.short_rows, max(1, min(batch.longest, batch.rows)) * p.group)
     p.max_units = _unit_of(max(1, batch.max_blocks * cache.block_size) - 1) + 1
+    row_bytes = batch.sequences * p.max_units * p.kv_heads * (4 * p.value_width + 8)
+    p.short_rows = p.part_rows = _short_rows(max(1, min(batch.longest, batch.rows)) * p.group, p.group, row_bytes)
     parts = batch.sequences * p.max_units * p.kv_heads * p.part_rows
     p.part_values, p.part_sums = call.scratch(parts * p.value_width * 4), call.scratch(parts * 8)
     return p, biased
+
+
+def _short_rows(longest: int, group: int, row_bytes: int) -> int:
+    """How many rows a sequence may have that is split by units; fewer where their sums would take too much memory."""
+    rows = min(longest, max(SHORT_ROWS, group))
+    while rows > group and rows * row_bytes > MOST_SCRATCH:
+        rows = max(group, rows // 2)
+    return rows
 
 
 def _turn(p: AttentionParams, call: Call, q: Tensor, shifted: bool) -> None:

@@ -191,6 +191,13 @@ def test_other_dtypes_and_heads_are_refused() -> None:
     assert cuda.array_bytes(2, 24, 17, "int8", 16, 10) == (320 * 32, 320 * 32, 1280, 1280)
 
 
+def test_what_the_sums_of_units_take_is_limited() -> None:
+    assert cuda._short_rows(4, 4, 1) == 4
+    assert cuda._short_rows(2048, 4, 1 << 20) == cuda.SHORT_ROWS
+    assert cuda._short_rows(2048, 4, 1 << 24) == 16
+    assert cuda._short_rows(2048, 71, 1 << 40) == 71
+
+
 def same_bits(found: list[np.ndarray], expected: np.ndarray) -> None:
     found_bits = np.concatenate(found).view(np.uint16)
     assert found_bits.shape == expected.shape
