@@ -131,7 +131,7 @@ def _onnxruntime(checkpoint: Path, form: str, work: Path) -> Path:
     packages = ("transformers", "onnx", "onnx-ir", "onnxruntime-genai>=0.18,<1")
     python = environment(work / "convert-onnxruntime", "torch, transformers, onnx_ir, onnxruntime_genai", packages)
     name = {"int4": "int4", "int8": "int8", "w8a8": "int8"}[form]
-    command = (python, "-m", "onnxruntime_genai.models.builder", "-m", checkpoint, "-p", name, "-e", "cpu")
+    command = (python, "-P", "-m", "onnxruntime_genai.models.builder", "-m", checkpoint, "-p", name, "-e", "cpu")
 
     def make(path: Path) -> None:
         cache = work / "convert-onnxruntime-cache"
