@@ -383,7 +383,7 @@ class QuantizedTiles {
   alignas(64) float acc_[kTaskRows * 32];
 };
 
-constexpr std::int64_t kFewIntegerRows = 8;  // up to here vectors are faster than tiles
+constexpr std::int64_t kFewIntegerRows = 3;  // up to here vectors are faster than tiles
 
 template <Format F, Zero Z>
 void integer_tiles(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
