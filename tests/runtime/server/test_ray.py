@@ -23,7 +23,9 @@ SETTINGS = {
     "PYTHONPATH": str(EXAMPLES),
     "RAY_AUTH_MODE": "disabled",  # it is this machine only, and would write a file to the home directory
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "300",  # a machine under load
+    "RAY_raylet_start_wait_time_s": "300",  # a machine under load, or full: Ray ends workers then
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_local_fs_capacity_threshold": "1.0",
 }
 PROMPTS = ["m", "e", "w", "u", "z", "mn", "em", "wm"]
 
