@@ -289,6 +289,9 @@ class Emulator:
             self._runtime.simt_unregister(address)
         self._buffers.clear()
 
+    def __del__(self) -> None:
+        self.free()  # what is registered would outlive the memory, and be taken for what comes there next
+
     def __enter__(self) -> "Emulator":
         return self
 

@@ -57,7 +57,7 @@ DEV uint8_t from_f(E4M3, float f) {
 
 // ---- sums of a warp and of a block, in an order that depends on nothing but the number of threads
 
-constexpr uint32_t FULL_WARP = 0xffffffffu;
+#define FULL_WARP 0xffffffffu
 
 DEV float warp_sum(float v) {
   UNROLL for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(FULL_WARP, v, offset);
