@@ -38,6 +38,8 @@ class _Scheme:
     block: tuple[int, int]
     inputs: str
     """What the inputs are rounded to with one scale for all: int8, fp8 or nothing."""
+    centred: bool
+    """Whether those inputs have no zero point."""
 
 
 def _read(options: Options, tensors: Tensors) -> None:
@@ -86,7 +88,9 @@ def _scheme(options: Options, format: str, tensors: Tensors) -> _Scheme:
     symmetric = values.get("symmetric", bool, True)
     rows_columns = (block[0], block[1]) if block else (0, 0)
     static = _static(options.nested("input_activations", inputs), kind, tensors)
-    return _Scheme(tuple(map(str, targets)), format, kind, bits, symmetric, strategy, group, rows_columns, static)
+    centred: bool = options.nested("input_activations", inputs).get("symmetric", bool, True)
+    names = tuple(map(str, targets))
+    return _Scheme(names, format, kind, bits, symmetric, strategy, group, rows_columns, static, centred)
 
 
 def _static(values: Options, kind: str, tensors: Tensors) -> str:
@@ -131,6 +135,8 @@ def _is_class(target: str, stem: str) -> bool:
 
 def _weight(tensors: Tensors, stem: str, scheme: _Scheme, recent: Recent) -> WeightSource:
     zero = f"{stem}.input_zero_point"
+    if scheme.inputs and not scheme.centred and zero not in tensors.left:
+        raise tensors.fail(zero, "is missing, though the inputs are not symmetric")
     x_scale = input_scale(tensors, f"{stem}.input_scale", zero) if scheme.inputs else ()
     if len(x_scale) > 1 and scheme.inputs == "fp8":
         raise tensors.fail(zero, "is not zero, though 8-bit floats have none")

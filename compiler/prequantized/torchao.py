@@ -13,7 +13,8 @@ Inputs that the library would round row by row are computed with as ``--compute`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -47,11 +48,22 @@ def _read(options: Options, tensors: Tensors) -> None:
             )
         data = Options({}, where, options.dtype).nested("_data", values.get("_data"))
         data.where = where
+        for lost in _tensors_of(values, where):
+            if f"{stem}{lost}" not in tensors.left:
+                raise tensors.fail(f"{stem}{lost}", f"is missing, and the metadata of {name!r} names it")
         if f"{stem}act_pre_scale" in tensors.left:
             raise CompileError(f"{where}: factors of the inputs (act_pre_scale) are not supported")
         tensors.put(name, CLASSES[values["_type"]](data, tensors, stem, recent))
     if lost := [name for name in tensors.left if name.endswith("_weight_qdata")]:
         raise tensors.fail(lost[0], "the metadata of the file does not say what it is")
+
+
+def _tensors_of(values: Mapping[str, Any], where: str) -> list[str]:
+    """What a weight is made of: without one of them, such as its zero points, it would mean other numbers."""
+    names = values.get("_tensor_data_names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{where}: _tensor_data_names must be a list of names, found {names!r}")
+    return names
 
 
 def _integers(data: Options, tensors: Tensors, stem: str, recent: Recent) -> WeightSource:
@@ -64,7 +76,7 @@ def _integers(data: Options, tensors: Tensors, stem: str, recent: Recent) -> Wei
     scale, spread, group = _blocks(data, tensors, stem, qdata.shape)
     zeros: WeightSource | None = None
     zero = f"{stem}zero_point"
-    if zero in tensors.left:
+    if zero in tensors.left or data.has("target_dtype"):  # only Int8Tensor may be without
         stored = tensors.take(zero, "int8", scale.shape)
         found = read(stored).astype(np.int64)
         if found.min() + middle < 0 or found.max() + middle >= 2 * middle:

@@ -119,6 +119,22 @@ def test_fp8(tmp_path: Path, strategy: str) -> None:
     assert is_quantized(source) and source.x_scale == (1.0,)
 
 
+def test_static_inputs_without_their_zero_point(tmp_path: Path) -> None:
+    """They are not taken for symmetric ones."""
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    values = compressed_config("int-quantized", weights)
+    inputs = {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "tensor", "symmetric": False}
+    values["config_groups"]["group_0"]["input_activations"] = inputs
+
+    def pack(weight: NDArray[np.float32], random: np.random.Generator) -> Packed:
+        tensors, expected = pack_int8(weight, random, "channel", True)
+        return tensors | {"input_scale": np.ones(1, np.float32)}, expected
+
+    write_quantized(tmp_path, values, pack, "float32")
+    with pytest.raises(LlmcError, match=r"input_zero_point'?: is missing, though the inputs are not symmetric"):
+        Checkpoint.open(tmp_path)
+
+
 def test_groups_of_modules_with_schemes_of_their_own(tmp_path: Path) -> None:
     """A module that a group names by its name or a pattern is not one of "Linear"."""
     values = packed_config()

@@ -54,7 +54,7 @@ def int4(weight: NDArray[np.float32], random: np.random.Generator, group: int, o
     return {"qdata": packed} | {name: np.ascontiguousarray(array) for name, array in stored.items()}, values
 
 
-def write(folder: Path, pack: Any, kind: str, data: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def write(folder: Path, pack: Any, kind: str, data: Mapping[str, Any], **more: Any) -> dict[str, NDArray[Any]]:
     """As ``write_quantized``; the file says in its metadata how the weights are kept."""
     expected = write_quantized(folder, CONFIG, pack, "bfloat16")
     arrays, metadata = {}, {}
@@ -64,7 +64,7 @@ def write(folder: Path, pack: Any, kind: str, data: Mapping[str, Any]) -> dict[s
             kept = module.endswith("proj")
             arrays[f"{module}._weight_{end}" if kept else name] = file.get_tensor(name)
             own = {"shape": list(expected[f"{module}.weight"].shape)} if kind == "Int4Tensor" and kept else {}
-            known = {"_type": kind, "_data": dict(data) | own} if kept else {"_type": "Tensor"}
+            known = {"_type": kind, "_data": dict(data) | own} | more if kept else {"_type": "Tensor"}
             metadata[f"{module}.weight"] = json.dumps(known)
     aligned = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
     (folder / "model.safetensors").write_bytes(safetensors_bytes(aligned, metadata))
@@ -127,6 +127,24 @@ def test_what_is_refused(tmp_path: Path, kind: str, data: dict[str, Any], messag
     with pytest.raises(LlmcError) as error:
         Checkpoint.open(tmp_path)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["Int8Tensor", "IntxUnpackedToInt8Tensor"])
+def test_without_zero_points(tmp_path: Path, kind: str) -> None:
+    """They are not taken for zero where the library stored some."""
+
+    def pack(weight: NDArray[np.float32], random: np.random.Generator) -> Packed:
+        tensors, values = intx(weight, random, 8, 32, True)
+        del tensors["zero_point"]
+        return tensors, values
+
+    data = {"block_size": [1, 32], "dtype": BFLOAT16}
+    if kind != "Int8Tensor":
+        write(tmp_path, pack, kind, data | {"target_dtype": {"_type": "torch.dtype", "_data": "int8"}})
+    else:
+        write(tmp_path, pack, kind, data, _tensor_data_names=["qdata", "scale", "zero_point"])
+    with pytest.raises(LlmcError, match=r"_weight_zero_point'?:? is missing"):
+        Checkpoint.open(tmp_path)
 
 
 def test_without_metadata(tmp_path: Path) -> None:
