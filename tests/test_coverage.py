@@ -1,14 +1,19 @@
 """Every decoder of the list builds and runs natively: logits and greedy tokens of transformers, packed in any way."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import engines
 import numpy as np
 import pytest
 from configs import CONFIGS
+from method_grid import check_kv_types, check_methods
 from packed import MIXED, expected_logits, random_ids
 
 from llmc import LLM, SamplingParams
+from llmc.compiler import api
+from llmc.compiler.api import Compiled, compile_model
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import load_engine
 
@@ -18,22 +23,49 @@ DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
 GREEDY = 32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_runs_as_in_transformers(name: str, tmp_path: Path) -> None:
-    entry = CONFIGS[name]
-    config = entry.make()
-    model, path = engines.build(config, tmp_path, entry.reference, max_seq_len=entry.max_len)
-    ids = random_ids(config, a=29, b=21)
+@dataclass(frozen=True)
+class Built:
+    """A random model of the list, its engine, and what was compiled for that."""
+
+    name: str
+    model: Any
+    engine: Path
+    compiled: Compiled
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Traced once for all tests."""
+    entry, found = CONFIGS[request.param], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "compile_model", lambda *given: found.append(compile_model(*given)) or found[-1])
+        folder = tmp_path_factory.mktemp(request.param)
+        model, path = engines.build(entry.make(), folder, entry.reference, max_seq_len=entry.max_len)
+    return Built(request.param, model, path, found[0])
+
+
+def test_runs_as_in_transformers(built: Built) -> None:
+    entry, model = CONFIGS[built.name], built.model
+    ids = random_ids(entry.make(), a=29, b=21)
     expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
     tokens = {key: x[0].tolist() for key, x in ids.items()}
-    engine = load_engine(path)
+    engine = load_engine(built.engine)
     for steps in (WHOLE, CHUNKED, DECODE, MIXED):
         packed = engines.Packed(CpuExecutor(engine, num_blocks=16, threads=2), tokens)
         for key, logits in packed.run(steps).items():
             np.testing.assert_allclose(logits, expected[key][: len(logits)], rtol=0, atol=1e-4)
-    results = LLM(path, num_blocks=32, threads=2).generate(
+    results = LLM(built.engine, num_blocks=32, threads=2).generate(
         list(tokens.values()), SamplingParams(max_tokens=GREEDY, ignore_eos=True)
     )
     for result, prompt in zip(results, tokens.values(), strict=True):
         assert len(result.token_ids) == min(GREEDY, entry.max_len - len(prompt))
         assert engines.is_greedy(model, prompt, result.token_ids)
+
+
+def test_every_quantization_method(built: Built, tmp_path: Path) -> None:
+    """All of them, over the weights of each decoder; which weight has which differs from decoder to decoder."""
+    check_methods(built.compiled, list(CONFIGS).index(built.name), tmp_path)
+
+
+def test_every_type_of_kv_cache(built: Built) -> None:
+    check_kv_types(built.compiled)

@@ -116,11 +116,11 @@ class InMemory:
         return iter(self._chunks)
 
 
-def engine_of(lowered: LoweredModel, dtype: str) -> Engine:
+def engine_of(lowered: LoweredModel, dtype: str, kv_dtype: str = "float32") -> Engine:
     """An engine in memory."""
     vocabulary = lowered.plan.value(lowered.plan.logits).shape[1].constant
     facts = ModelFacts("Test", "test", 0, dtype, vocabulary, None, (), None, None, False, False)
-    made = Manifest(1, "0", "cpu", manifest.Limits(64, 64, 4), facts, KvCacheSpec("float32", 16), {}, "")
+    made = Manifest(1, "0", "cpu", manifest.Limits(64, 64, 4), facts, KvCacheSpec(kv_dtype, 16), {}, "")
     weights = {}
     for name, tensor in lowered.weights.items():
         data = np.concatenate([np.ascontiguousarray(c).reshape(-1).view(np.uint8) for c in tensor.chunks()])
@@ -132,10 +132,10 @@ def engine_of(lowered: LoweredModel, dtype: str) -> Engine:
 
 
 def logits(
-    lowered: LoweredModel, ids: NDArray[np.int32], dtype: str = "float32", **options: Any
+    lowered: LoweredModel, ids: NDArray[np.int32], dtype: str = "float32", kv_dtype: str = "float32", **options: Any
 ) -> NDArray[np.float32]:
     """Of all rows of one sequence."""
-    executor = CpuExecutor(engine_of(lowered, dtype), num_blocks=8, **({"threads": 1} | options))
+    executor = CpuExecutor(engine_of(lowered, dtype, kv_dtype), num_blocks=8, **({"threads": 1} | options))
     return executor.step(make_chunks([ids])[0]).copy()
 
 
