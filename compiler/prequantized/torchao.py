@@ -48,9 +48,9 @@ def _read(options: Options, tensors: Tensors) -> None:
             )
         data = Options({}, where, options.dtype).nested("_data", values.get("_data"))
         data.where = where
-        for lost in _tensors_of(values, where):
-            if f"{stem}{lost}" not in tensors.left:
-                raise tensors.fail(f"{stem}{lost}", f"is missing, and the metadata of {name!r} names it")
+        for part in _tensors_of(values, where):
+            if f"{stem}{part}" not in tensors.left:
+                raise tensors.fail(f"{stem}{part}", f"is missing, and the metadata of {name!r} names it")
         if f"{stem}act_pre_scale" in tensors.left:
             raise CompileError(f"{where}: factors of the inputs (act_pre_scale) are not supported")
         tensors.put(name, CLASSES[values["_type"]](data, tensors, stem, recent))
