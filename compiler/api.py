@@ -20,7 +20,7 @@ from llmc.compiler.gate import QualityRequest
 from llmc.compiler.golden import record_goldens
 from llmc.compiler.lora import linears_of, merge
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
-from llmc.compiler.medusa.build import HeadsToBuild, add_heads, open_heads
+from llmc.compiler.medusa.build import HeadsToBuild, add_heads, check_heads, open_heads
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import kv_cache, locked
@@ -118,6 +118,7 @@ def build_engine(
     # long: the whole build, step by step
     config, progress = config or BuildConfig(), progress or Progress()
     wanted = None if quality is None else quality.read()
+    check_heads(config)
     with stage(Path(engine), force) as staging:
         checkpoint = open_checkpoint(model, config, progress)
         if wanted is not None:

@@ -15,7 +15,7 @@ from llmc.compiler import safetensors_writer
 from llmc.compiler.engine_writer import EngineContents, to_json, write_manifest
 from llmc.compiler.lower import LoweredGraph, LoweredModel
 from llmc.compiler.medusa.collect import Features, hidden_rows
-from llmc.compiler.medusa.heads import Heads, read_heads
+from llmc.compiler.medusa.heads import Heads, count_heads, read_heads
 from llmc.compiler.medusa.lowering import describe, lower_heads, output_step
 from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
 from llmc.compiler.progress import Progress
@@ -54,6 +54,18 @@ class HeadsToBuild:
     cost: Cost | None
     """None: to be measured."""
     locked: Mapping[str, Any] | None
+
+
+def check_heads(config: BuildConfig) -> None:
+    """Refuse heads that can't be read, and a tree that is not for them, before there is a model to compare them with.
+
+    Raises:
+        CheckpointError, UsageError: as `open_heads`.
+    """
+    if config.medusa is not None:
+        heads = count_heads(config.medusa, config.allow_hard_links)
+        if config.locked is None:
+            given_tree(config.medusa_tree, heads)
 
 
 def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsToBuild | None:
@@ -165,6 +177,11 @@ def _chosen(
     calibration = text()
     ranks = _ranks(engine, calibration.tokens, progress)
     choice = choose(ranks, cost, round(share * step_cost(cost, len(wanted.heads.heads)), 4))
+    if choice.speedup <= 1:
+        progress.note(
+            f"Medusa heads: even the best tree is expected to be only {choice.speedup:.2f} times as fast as none, "
+            "so --spec medusa will gain nothing; train better heads, or measure this machine with --medusa-cost measure"
+        )
     expected = {"tokens_per_step": choice.tokens_per_step, "speedup": choice.speedup, "places": len(ranks)}
     return section | {
         "tree": strict.dump(choice.tree),

@@ -76,8 +76,7 @@ def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool 
         CheckpointError: files are missing or pickles, or tensors are missing, left over or of another size.
     """
     directory = ModelDirectory(path, allow_hard_links)
-    name = _file_name(directory)
-    count, layers = _sizes(directory)
+    name, count, layers = _outline(directory)
     tensors = _Tensors(SafetensorsFile(directory, name), str(path / name), f"{count} heads of {layers} blocks")
     has_output = [(head, layers, False, "weight") in tensors.left for head in range(count)]
     if any(has_output) and not all(has_output):
@@ -96,6 +95,16 @@ def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool 
     tensors.check_empty()
     files = {n: {"sha256": directory.sha256(n), "size": directory.size(n)} for n in directory.used}
     return Heads(path, tuple(heads), files)
+
+
+def count_heads(path: Path, allow_hard_links: bool = False) -> int:
+    """How many a checkpoint has. Raises CheckpointError if files are missing or pickles."""
+    return _outline(ModelDirectory(path, allow_hard_links))[1]
+
+
+def _outline(directory: ModelDirectory) -> tuple[str, int, int]:
+    """Name of the file, heads, and blocks of each."""
+    return (_file_name(directory), *_sizes(directory))
 
 
 class _Tensors:

@@ -66,15 +66,12 @@ class MedusaProposer(Proposer):
         return cls(HeadRunner(setting.engine, threads=setting.threads, isa=setting.isa))
 
     def propose(self, queries: list[Query]) -> list[Tree]:
-        """One run of the heads for all sequences; none for those of which nothing was computed yet."""
+        """One run of the heads for all sequences."""
         tree = self._runner.tree
         rows = [query.hidden[-1] for query in queries if query.hidden is not None]
-        if not rows:
-            return [Tree()] * len(queries)
-        best = iter(self._runner.best(np.stack(rows), 1 + max(map(max, tree.paths))).transpose(1, 0, 2))
-        return [
-            Tree() if query.hidden is None else grow(tree, next(best), query.nodes, query.depth) for query in queries
-        ]
+        assert len(rows) == len(queries), "it wants them"
+        best = self._runner.best(np.stack(rows), 1 + max(map(max, tree.paths))).transpose(1, 0, 2)
+        return [grow(tree, found, query.nodes, query.depth) for query, found in zip(queries, best, strict=True)]
 
 
 def grow(tree: HeadTree, candidates: NDArray[np.int64], nodes: int, depth: int) -> Tree:

@@ -121,7 +121,11 @@ class Speculator:
 
     def _queries(self, chunks: list[Chunk], budget: Budget) -> dict[int, Query]:
         """What the proposer is asked, by the number of the chunk."""
-        depths = {index: depth for index, chunk in enumerate(chunks) if (depth := _depth(chunk)) > 0}
+        depths = {
+            index: depth
+            for index, chunk in enumerate(chunks)
+            if (chunk.sequence.hidden is not None or not self.wants_hidden) and (depth := _depth(chunk)) > 0
+        }
         share = min(budget.tokens, budget.rows) // max(1, len(depths))
         nodes = [min(self._nodes, share)] * len(depths)
         if self._controller is not None:

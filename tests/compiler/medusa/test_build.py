@@ -17,6 +17,7 @@ from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
 from llmc.compiler.medusa.output_layer import output_layer
+from llmc.compiler.progress import Progress
 from llmc.errors import CheckpointError, CompileError, EngineError, UsageError
 from llmc.runtime.engine import load_engine
 from llmc.runtime.speculative.medusa import HeadRunner
@@ -104,11 +105,17 @@ def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> 
     write_heads(tmp_path / "heads", 1, False)
     options: dict[str, Any] = {"calib": str(texts), "calib_samples": 4, "calib_length": 40, "max_seq_len": 96}
     config = BuildConfig(medusa=tmp_path / "heads", **options)
-    first = build_engine(model, tmp_path / "first", config)
+    notes: list[str] = []
+    progress = Progress()
+    progress.note = notes.append  # type: ignore[method-assign]
+    first = build_engine(model, tmp_path / "first", config, progress=progress)
     again = build_engine(model, tmp_path / "again", config)
     assert first.digest == again.digest
     section = json.loads((tmp_path / "first/recipe.json").read_text())["medusa"]
     assert (section["asked"], section["cost_source"]) == ("auto", "default")
+    gains_nothing = any("so --spec medusa will gain nothing" in note for note in notes)
+    assert gains_nothing == (section["expected"]["speedup"] <= 1)
+    assert gains_nothing, "heads of random numbers"
     assert section["tree"] == json.loads((tmp_path / "first/medusa/tree.json").read_text())
     assert len(section["tree"]["accuracy"]) == HEADS
     shown = describe(load_engine(tmp_path / "first"))
@@ -127,6 +134,15 @@ def test_what_can_not_be_built_is_refused(model: Path, tmp_path: Path) -> None:
         BuildConfig(medusa_tree="chain:1")
     with pytest.raises(UsageError, match="--medusa-cost guess: unknown"):
         BuildConfig(medusa=tmp_path, medusa_cost="guess")
+    for heads, tree, error in (
+        ("none", "auto", r"none: not a directory|there is no|can't be"),
+        ("whole", "chain:9", r"--medusa-tree chain:9: expected a number from 1 to 3"),
+    ):
+        write_heads(tmp_path / "whole", 1, False)
+        with pytest.raises((CheckpointError, UsageError), match=error):  # before the model is looked at
+            build_engine(
+                tmp_path / "no-model", tmp_path / "engine", BuildConfig(medusa=tmp_path / heads, medusa_tree=tree)
+            )
     write(tmp_path / "heads", {"0.0.linear.weight": np.zeros((8, 8), np.float32)}, 1)
     with pytest.raises(CheckpointError, match=r"expected \[60, 60\]; these heads are of a model with another"):
         build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "heads"))

@@ -170,3 +170,19 @@ def test_a_proposer_that_fails_fails_only_its_step(kit: Any) -> None:
 
     ((_, _, reason, _, error, _),) = Runner(kit, Broken()).run([(0, [5, 6], {"max_tokens": 5})])
     assert (reason, error) == ("error", "RuntimeError: no idea")
+
+
+def test_proposers_that_want_rows_are_asked_only_where_there_are_some(kit: Any) -> None:
+    """A prompt of one token decodes in its first step, before anything was computed."""
+
+    class Wants(Oracle):
+        wants_hidden = True
+
+        def propose(self, queries: list[Query]) -> list[Tree]:
+            assert all(query.hidden is not None and len(query.hidden) for query in queries)
+            return super().propose(queries)
+
+    cases: list[Any] = [(0, [5], {"max_tokens": 12}), (1, [7, 8, 9], {"max_tokens": 12})]
+    runner = Runner(kit, Wants(kit.hashed, 3))
+    assert runner.run(cases) == Runner(kit, None).run(cases)
+    assert runner.speculator.acceptance.accepted > 0
