@@ -58,8 +58,6 @@ def compare(engine: Path, names: list[str], prompts: list[str], size: int, argum
             else:
                 pairs = enumerate(zip(found, expected, strict=True), start)
                 different[name] += [number for number, pair in pairs if pair[0] != pair[1]]
-                    start + i for i, pair in enumerate(zip(found, expected, strict=True)) if len({*pair}) > 1
-                ]
     rows = []
     for name in names:
         speculator = llms[name].scheduler.speculator
