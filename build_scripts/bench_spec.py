@@ -2,8 +2,8 @@
 
     build_scripts/bench_spec.py PROMPTS ENGINE ... --spec ngram medusa draft=DIR [--new 128] [--count 80] [--batch 1 16]
 
-PROMPTS is MT-bench's question.jsonl (first turns are asked), or lines of {"prompt": ...}. Of each engine and batch size,
-the same requests run without drafts and with each proposer, one after the other; fails if a greedy token differs.
+PROMPTS is the question.jsonl of MT-bench (first turns are asked), or lines of {"prompt": ...}. Of each engine and batch
+size, the same requests run without drafts and with each proposer, in turn; fails if a greedy token differs.
 """
 
 import argparse
