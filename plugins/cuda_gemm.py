@@ -134,9 +134,13 @@ LEAST_SHARED = 99 << 10
 """Bytes of shared memory that a block may have on any chip."""
 
 
-def shared_limit(capability: int) -> int:
-    """Bytes that it may have on every chip that runs a cubin for this one."""
-    return 200 << 10 if 90 <= capability < 120 else LEAST_SHARED
+FEW_BLOCKS = 96
+"""With fewer blocks of many rows smaller tiles are better, which give more multiprocessors work."""
+
+
+def shared_limits(capability: int) -> tuple[int, int]:
+    """Bytes with which two blocks fit, and that one may have on every chip that runs a cubin for this one."""
+    return (112 << 10, 200 << 10) if 90 <= capability < 120 else (80 << 10, LEAST_SHARED)
 
 
 def inverse(steps: int, layout: Layout) -> int:
@@ -178,18 +182,23 @@ class Ring:
         slot = shape.rows * 128 + shape.n_warps * (STEPS * layout.step_bytes + groups * of_group)
         return Ring(-(-shape.rows // 16) * 128, -(-slot // 128) * 128, WAYS if team == 1 else 1, fold)
 
-    def stages(self, limit: int) -> int:
+    def stages(self, limits: tuple[int, int]) -> int:
         """Slots of a ring: two at least, or 0 where these don't fit."""
-        most, limit = (6, limit) if self.teams > 1 else (4, LEAST_SHARED)
-        stages = (limit - self.head) // (self.slot * self.teams)
-        return 0 if stages < 2 else min(most, stages)
+        most = 6 if self.teams > 1 else 4
+        for limit in limits if self.teams > 1 else (LEAST_SHARED,):
+            stages = (limit - self.head) // (self.slot * self.teams)
+            if stages >= 2:
+                return min(most, stages)
+        return 0
 
 
 @cache
-def instance(weight: str, math_type: str, layout: Layout, scale: str, zeros: str, shape: Shape, limit: int) -> Instance:
+def instance(
+    weight: str, math_type: str, layout: Layout, scale: str, zeros: str, shape: Shape, limits: tuple[int, int]
+) -> Instance:
     """The kernel for a kind of weight (a template of gemm.cuh) and a shape of tiles; see `_weight_type`."""
     ring = Ring.of(layout, scale, zeros, shape)
-    stages = ring.stages(limit)
+    stages = ring.stages(limits)
     assert stages, f"{shape} does not fit"
     scales = f"{scale[0]}{scale[-2:]}{zeros[:1]}_" if layout.format != "plain" else ""
     size = f"{shape.m_tiles}x{shape.m_warps}x{shape.n_warps}"
@@ -206,10 +215,12 @@ def instance(weight: str, math_type: str, layout: Layout, scale: str, zeros: str
     return Instance(kernel, ring.head + ring.slot * ring.teams * stages, shape)
 
 
-def shape_for(rows: float, weight: Weight, limit: int) -> Shape:
+def shape_for(rows: float, weight: Weight, limits: tuple[int, int], experts: int = 1) -> Shape:
     """The tiles for so many rows of x, of an expert on the average."""
+    blocks = -(-weight.layout.panels // MANY.n_warps) * math.ceil(rows / MANY.rows) * experts
     for shape in (ONE, TWO):
-        if rows <= shape.rows and Ring.of(weight.layout, weight.scale, weight.zeros, shape).stages(limit):
+        few = rows <= shape.rows or (shape == TWO and blocks < FEW_BLOCKS)
+        if few and Ring.of(weight.layout, weight.scale, weight.zeros, shape).stages(limits):
             return shape
     return MANY if weight.quantized or rows <= MANY.rows else MOST
 
@@ -269,9 +280,9 @@ def product(
         made = [_exact(x, weight, target, bias, experts)]
     else:
         a, made = _ready(call, x, weight, kind, x_scale)
-        limit = shared_limit(call.capability)
-        shape = shape_for(rows, weight, limit) if experts is None else _shape_of(experts.tile_rows)
-        of = instance(_weight_type(weight, kind), kind, where, weight.scale, weight.zeros, shape, limit)
+        limits = shared_limits(call.capability)
+        shape = shape_for(rows, weight, limits) if experts is None else _shape_of(experts.tile_rows)
+        of = instance(_weight_type(weight, kind), kind, where, weight.scale, weight.zeros, shape, limits)
         made.append(_gemm(of, a, weight, target, bias, experts, (splits, y_split, way_chunks)))
     return made if direct else [*made, combine(target, weight, y, splits, function)]
 

@@ -50,9 +50,9 @@ def launches(call: Call) -> list[Launch]:
     if min(pairs, y.shape[1]) == 0:
         return []
     count = call.inputs[3].shape[0] if call.inputs[3] is not None else 0
-    inner, limit = down.layout.columns, cuda_gemm.shared_limit(call.capability)
+    inner, limits = down.layout.columns, cuda_gemm.shared_limits(call.capability)
     exact = cuda_gemm.math_of(gate_up, x.dtype, call.capability) == "F32"
-    tile_rows = cuda_gemm.EXACT_ROWS if exact else cuda_gemm.shape_for(pairs / count, gate_up, limit).rows
+    tile_rows = cuda_gemm.EXACT_ROWS if exact else cuda_gemm.shape_for(pairs / count, gate_up, limits, count).rows
     tiles = pairs // tile_rows + count
     rows, tile = call.scratch(4 * pairs), call.scratch(12 * tiles)
     routing: dict[str, Any] = {

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from contract import NUMPY, Contract, check_op
-from test_products import packed_codes, run
+from test_products import large_tiles, packed_codes, run
 
 from llmc.plugins import Sample, all_ops
 from llmc.plugins.linear import cuda_packing as linear_packing
 from llmc.plugins.quantized_linear.reference import random_weight
 
+__all__ = ["large_tiles"]
 KEPT = (
     *("weights", "weight", "gate_up", "down", "a", "b", "ranks", "adapters", "scale?", "zero?"),
     *("gate_up_bias?", "down_bias?", "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?"),
