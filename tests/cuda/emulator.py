@@ -23,6 +23,8 @@ from llmc.plugins.cuda import Kernel, Launch, Tensor
 
 ROOT = Path(__file__).parents[2]
 PLUGINS, SIMT = ROOT / "plugins", ROOT / "tests/cuda/simt"
+OVERLAY = [Path(folder) for folder in [os.environ.get("SIMT_OVERLAY")] if folder]
+INCLUDES = [*OVERLAY, PLUGINS, SIMT]  # files of the overlay stand in for those of plugins/
 COUNTERS = ("switches", "mma", "ldmatrix", "bank_conflicts", "cp_async", "accesses", "barriers")
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
@@ -52,6 +54,7 @@ class Options(ctypes.Structure):
 def cache_folder() -> Path:
     """Where builds are kept."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmc-tests/cuda"
+    folder = Path(os.environ.get("SIMT_CACHE") or folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -139,7 +142,7 @@ def libraries(kernels: Iterable[Kernel], mode: str = "checked") -> dict[str, Pat
 
 @cache
 def _place(kernel: Kernel, mode: str) -> Path:
-    key = [kernel.name, included(kernel.source_text, [PLUGINS, SIMT]), mode, *FLAGS, *MODES[mode]]
+    key = [kernel.name, included(kernel.source_text, INCLUDES), mode, *FLAGS, *MODES[mode]]
     key = "|".join([*key, _version(compiler()), str(ROOT) if mode == "coverage" else ""])
     return cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
@@ -154,7 +157,7 @@ def _build_group(kernels: list[Kernel], mode: str) -> None:
         source = path.with_suffix(".cpp")
         source.write_text(text)
         linked = path.with_suffix(".o")
-        run_compiler([*FLAGS, *MODES[mode], "-I", PLUGINS, "-I", SIMT, "-c", source, "-o", linked])
+        run_compiler([*FLAGS, *MODES[mode], *(f"-I{folder}" for folder in INCLUDES), "-c", source, "-o", linked])
         # Without the library of -fsanitize: the emulator has the hooks.
         run_compiler(["-shared", linked, "-o", path, *(["--coverage"] if mode == "coverage" else [])])
         if mode != "coverage":
