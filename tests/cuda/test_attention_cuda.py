@@ -32,7 +32,7 @@ def check(sample: Sample, dtype: str, kv: str, what: str, *, block: int = 16, un
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_samples(dtype: str) -> None:
     for number, sample in enumerate(reference.samples(np.random.default_rng(7))):
-        if dtype == "float16" and number % 13:
+        if dtype == "float16" and number not in (0, 4, 7):
             continue
         block = 16 if number % 4 else 48
         check(sample, dtype, dtype, f"sample {number}", block=block, order=number % 3, seed=number)
@@ -46,10 +46,10 @@ def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
     """Codes and scales, rotated keys, centers and scales of dims."""
     samples = [*reference.samples(np.random.default_rng(8)), *reference.stored_samples(np.random.default_rng(9))]
     chosen = {
-        "float8_e4m3": (1, 12, 36, 54, 56, 60, 65, 75, 77),
-        "int8": (9, 57, 61, 76),
+        "float8_e4m3": (1, 54, 56, 60, 65),
+        "int8": (9, 61, 81),
         "float16": (7, 62),
-        "bfloat16": (56, 57, 60, 66, 70, 73, 76, 78),
+        "bfloat16": (57, 60, 65, 73, 81),
     }[kv]
     for number in chosen:
         check(samples[number], dtype, kv, f"sample {number}", units=6.0, order=number % 3, seed=number)
