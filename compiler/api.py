@@ -14,6 +14,7 @@ import onnx_ir as ir
 from llmc.compiler import facts, graph_file
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
+from llmc.compiler.cuda.build import CudaModel, cuda_model, images
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
@@ -35,7 +36,7 @@ from llmc.compiler.quantize.sites import find_sites
 from llmc.compiler.quantize.spend import check_goal
 from llmc.compiler.quantize.work import work_path
 from llmc.compiler.report import write_report
-from llmc.compiler.staging import stage
+from llmc.compiler.staging import Staging, stage
 from llmc.compiler.targets.base import Target, find_target
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.compiler.trace import TracedProgram, trace
@@ -72,10 +73,14 @@ class Compiled:
     work_bytes: int = 0
     """Disk that quantizing takes at most."""
 
+    cuda: CudaModel | None = None
+    """For the target cuda: what the engine becomes at the end. All before is for the CPU, which runs it then."""
+
     @property
     def estimate(self) -> Estimate:
         """Sizes of the engine, and the memory to run it."""
-        return estimate(self.lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE), self.work_bytes)
+        lowered = self.lowered if self.cuda is None else self.cuda.lowered
+        return estimate(lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE), self.work_bytes)
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,8 @@ def build_engine(
             if heads is not None:
                 contents = add_heads(heads, staging, contents, compiled, config, text, progress)
             found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
+            if compiled.cuda is not None:
+                contents = _for_cuda(contents, compiled, staging, progress)
             report = write_report(staging, contents, found)
             write_manifest(staging, contents)
             progress.step("publishing")
@@ -220,7 +227,12 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         imported = keep_quantized(steps, parameters, config.compute)
         steps = steps if imported is None else imported.graph
         _note_floats(config, imported, progress)
-    lowered = plan_steps(steps if planned is None else predicted(planned), target, limits)
+    last = steps if planned is None else predicted(planned)
+    lowered = plan_steps(last, target, limits)
+    cuda = None
+    if target.device == "cuda":
+        progress.step("looking for kernels")
+        cuda = cuda_model(last, target, limits, dtype, kv_dtype)
     return Compiled(
         checkpoint,
         program,
@@ -234,6 +246,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         planned,
         imported,
         work_bytes=0 if planned is None or recipe is None else work_bytes(planned, recipe.calibration),
+        cuda=cuda,
     )
 
 
@@ -319,6 +332,24 @@ def _with_kv_constants(
     return replace(compiled, steps=centred.graph, lowered=lowered, centred=centred)
 
 
+def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, progress: Progress) -> EngineContents:
+    """Replace plan and weights, which the CPU has run, by those for the device, and add its kernels."""
+    model = cuda_model(compiled.steps, compiled.target, compiled.limits, compiled.dtype, compiled.kv_dtype)
+    progress.step("compiling kernels")
+    for name, content in images(model).items():
+        staging.write(name, content)
+    contents = replace(
+        contents,
+        target=compiled.target.name,
+        plan=model.lowered.plan,
+        weights=list(model.lowered.weights.values()),
+        report={**contents.report, "kernels": {arch: sorted(found) for arch, found in model.kernels.items()}},
+    )
+    progress.step("writing weights for the device", compiled.estimate.weight_bytes)
+    write_files(staging, contents, progress)
+    return contents
+
+
 def _contents(
     compiled: Compiled,
     config: BuildConfig,
@@ -342,7 +373,7 @@ def _contents(
         recipe["kv_cache"] = compiled.centred.recipe
         report["kv_cache"] |= compiled.centred.report
     return EngineContents(
-        target=compiled.target.name,
+        target="cpu",  # which runs it at the end of every build
         limits=manifest.Limits(**vars(compiled.limits)),
         model=model,
         kv_cache=KvCacheSpec(compiled.kv_dtype, BLOCK_SIZE),

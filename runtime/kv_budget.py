@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.25
 """Of the available memory: what the KV cache takes at most by default."""
 
+DEVICE_RESERVE = 0.08
+"""Of the memory of a device: left for kernels, graphs and scratch."""
+
+DEVICE_STEP = 64
+"""Blocks whose size is measured, so that alignment does not count."""
+
 
 def blocks_of_cache(
     engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None, more_bytes: int = 0
@@ -26,6 +32,8 @@ def blocks_of_cache(
         UsageError: the two options exclude each other, or are out of bounds.
     """
     size = engine.kv_cache.block_size
+    if engine.manifest.target != "cpu":
+        return _blocks_on_device(engine, sequences, kv_memory, num_blocks)
     block_bytes = max(1, (engine.kv_bytes_per_token + more_bytes) * size)
     per_sequence = -(-engine.limits.max_seq_len // size)
     if num_blocks is not None and kv_memory is not None:
@@ -47,6 +55,31 @@ def blocks_of_cache(
             f"MiB, but {available >> 20} MiB are available; set kv_memory, or build with a smaller --max-seq-len"
         )
     return blocks
+
+
+def _blocks_on_device(engine: Engine, sequences: int, kv_memory: int | str | None, num_blocks: int | None) -> int:
+    """The same for a device, of which the cache takes what weights, activations and a reserve leave."""
+    from llmc.runtime.devices import open_cuda
+    from llmc.runtime.devices.cuda.program import caches
+
+    if num_blocks is not None and (kv_memory is not None or num_blocks < 1):
+        raise UsageError(f"num_blocks: {num_blocks} is less than 1, or kv_memory is given too")
+    if num_blocks is not None:
+        return num_blocks
+    block_bytes = max(1, caches(engine.plan, engine.kv_cache, DEVICE_STEP, 0)[1] // DEVICE_STEP)
+    per_sequence = -(-engine.limits.max_seq_len // engine.kv_cache.block_size)
+    if kv_memory is not None:
+        room = resources.parse_size(kv_memory)
+    else:
+        free, total = open_cuda().memory()
+        room = free - engine.weight_bytes - engine.plan.arena_bytes - int(total * DEVICE_RESERVE)
+    if (room < per_sequence * block_bytes and kv_memory is None) or room < block_bytes:
+        raise ResourceError(
+            f"the KV cache of one sequence of {engine.limits.max_seq_len} tokens needs {per_sequence * block_bytes} "
+            f"bytes of device memory, but {max(room, 0)} are left beside {engine.weight_bytes} bytes of weights and "
+            f"{engine.plan.arena_bytes} of activations; set kv_memory, or build with a smaller --max-seq-len"
+        )
+    return min(room // block_bytes, per_sequence * sequences)
 
 
 def lowered(name: str, value: int | None, limit: int) -> int:

@@ -17,8 +17,8 @@ FORMAT = 1
 READABLE_FORMATS = (1,)
 """The formats that this version runs: its own and, from format 2 on, the one before."""
 
-TARGETS = ("cpu",)
-"""The targets whose engines this version runs."""
+TARGETS = ("cpu", "cuda")
+"""The devices whose engines this version runs; for cuda, architectures follow: cuda:sm_80,sm_90."""
 
 NAME = "engine.json"
 
@@ -128,7 +128,7 @@ def _check_format(value: dict[str, Any], where: str) -> None:
             f"{where}: engine format {found} (written by llmc {value.get('llmc')}), but this llmc reads format "
             f"{supported}; rebuild it with: {rebuild_command(value)}"
         )
-    if target not in TARGETS:
+    if not isinstance(target, str) or target.partition(":")[0] not in TARGETS:
         raise EngineError(
             f"{where}: built for target {target!r}, but this llmc runs {', '.join(TARGETS)}; rebuild it with: "
             f"{rebuild_command(value)} --target {TARGETS[0]}"

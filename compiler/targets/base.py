@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmc import discover
 from llmc.errors import UsageError
@@ -45,12 +45,17 @@ def all_targets() -> dict[str, Target]:
 
 
 def find_target(name: str) -> Target:
-    """The target of that name.
+    """The target of that name; ``cuda:sm_80,sm_90`` is several of one device in one engine.
 
     Raises:
         UsageError: there is none; lists the known ones.
     """
     targets = all_targets()
-    if name not in targets:
-        raise UsageError(f"--target {name}: unknown; known: {', '.join(targets)}")
-    return targets[name]
+    if name in targets:
+        return targets[name]
+    device, _, archs = name.partition(":")
+    parts = [targets.get(f"{device}:{arch}") for arch in archs.split(",")]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len(set(archs.split(","))) < len(parts):
+        raise UsageError(f"--target {name}: unknown; known: {', '.join(targets)}, and several, as cuda:sm_80,sm_90")
+    return replace(found[0], name=name)

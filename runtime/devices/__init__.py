@@ -12,6 +12,7 @@ from llmc.runtime.fusing import fuse_gates
 
 if TYPE_CHECKING:
     from llmc.runtime.batch import Executor
+    from llmc.runtime.devices.cuda.device import Device
     from llmc.runtime.engine import Engine
 
 
@@ -31,7 +32,35 @@ def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None
             raise UsageError(f"LLMC_REFERENCE=1 needs the extra [build]: {error}") from error
         executor: Executor = reference.for_engine(engine, num_blocks=num_blocks)
         return executor
+    if engine.manifest.target != "cpu":
+        return _cuda_executor(engine, num_blocks, isa)
     from llmc.runtime.devices.cpu import CpuExecutor
 
     engine = replace(engine, plan=fuse_gates(engine.plan))
     return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)
+
+
+def open_cuda() -> Device:
+    """The device that engines for CUDA run on, opened once.
+
+    Raises:
+        EngineError: there is none that can be used; says why.
+    """
+    if not _devices:
+        from llmc.runtime.devices.cuda.driver import CudaDevice
+
+        _devices.append(CudaDevice())
+    return _devices[0]
+
+
+_devices: list[Device] = []
+
+
+def _cuda_executor(engine: Engine, num_blocks: int, isa: str | None) -> Executor:
+    if isa is not None:
+        raise UsageError(f"isa {isa}: the engine is built for {engine.manifest.target}, not for the CPU")
+    if any(step.op == "lora" for step in engine.plan.steps):
+        raise UsageError("engines for CUDA run no adapters yet; merge one into the model: llmc build --lora DIR")
+    from llmc.runtime.devices.cuda.executor import CudaExecutor
+
+    return CudaExecutor(engine, open_cuda(), num_blocks=num_blocks)

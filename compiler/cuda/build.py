@@ -1,0 +1,100 @@
+"""What makes an engine for CUDA of a model that is compiled for the CPU: its plan, and the machine code it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmc.compiler.config import BLOCK_SIZE, Limits
+from llmc.compiler.cuda.form import NARROW, cuda_form
+from llmc.compiler.cuda.nvrtc import compile_kernels
+from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
+from llmc.compiler.targets.base import Target
+from llmc.errors import CompileError, LlmcError, UsageError
+from llmc.plugins.cuda import Kernel
+from llmc.runtime.devices.cuda import targets
+from llmc.runtime.devices.cuda.program import Memory, buckets, caches, launch_maker, program
+from llmc.runtime.fusing import fuse_gates
+from llmc.runtime.manifest import KvCacheSpec
+from llmc.runtime.manifest import Limits as EngineLimits
+from llmc.runtime.plan import Plan, Step
+
+BASE = 1 << 40
+"""Where memory is thought to begin while kernels are looked for; far more than aligned."""
+
+
+@dataclass(frozen=True)
+class CudaModel:
+    """A model for CUDA; ``kernels``: those that its steps need, by architecture."""
+
+    lowered: LoweredModel
+    kernels: Mapping[str, Mapping[str, Kernel]]
+
+
+def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, kv_dtype: str) -> CudaModel:
+    """The plan of a model for CUDA, and its kernels. No weight is read.
+
+    Raises:
+        UsageError: the dtype is not one of 16 bits.
+        CompileError: a step has no kernel; names it.
+    """
+    if dtype not in NARROW:
+        raise UsageError(f"--target {target.name}: activations are bfloat16 or float16; use --dtype bfloat16")
+    archs = targets.architectures(target.name)
+    capabilities = [int(arch.removeprefix("sm_")) for arch in archs]
+    try:
+        for step in steps.steps:
+            launch_maker(step.op)
+        form = cuda_form(steps, dtype, min(capabilities))
+        lowered = plan_steps(form, target, limits)
+        plan = fuse_gates(lowered.plan)
+        spec = KvCacheSpec(kv_dtype, BLOCK_SIZE)
+        kernels = {arch: _kernels(plan, limits, spec, number) for arch, number in zip(archs, capabilities, strict=True)}
+    except LlmcError as error:
+        raise CompileError(f"--target {target.name}: {error}") from error
+    return CudaModel(LoweredModel(plan, lowered.weights), kernels)
+
+
+def images(model: CudaModel) -> dict[str, bytes]:
+    """Files of the engine: machine code of each kernel and architecture, and what a launch has to agree with.
+
+    Raises:
+        CompileError: NVRTC is missing, or can't compile a kernel.
+    """
+    files: dict[str, bytes] = {}
+    prints: dict[str, str] = {}
+    for arch, kernels in model.kernels.items():
+        for name, image in compile_kernels(kernels.values(), arch).items():
+            files[targets.kernel_file(arch, name)] = image
+        prints |= {name: targets.fingerprint(kernel) for name, kernel in kernels.items()}
+    files[targets.KERNELS] = (json.dumps(prints, indent=1, sort_keys=True) + "\n").encode()
+    return files
+
+
+def _kernels(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
+    """All that steps of any size launch."""
+    found: dict[str, Kernel] = {}
+    slots, _ = caches(plan, spec, 1, BASE)
+    weights = {str(value.base): BASE for value in plan.values}
+    memory = Memory(BASE, BASE, weights, slots, BASE, lambda _: BASE)
+    seen = set()
+    for bucket in buckets(EngineLimits(**vars(limits)), spec.block_size):
+        only = None if bucket.rows not in seen else _is_attention  # the rest depends on the rows alone
+        seen.add(bucket.rows)
+        for launches in program(plan, bucket, memory, capability, only=only)[0]:
+            for launch in launches:
+                kernel = launch.kernel
+                if found.setdefault(kernel.name, kernel) != kernel:
+                    raise CompileError(f"two different kernels are called {kernel.name}")
+    if plan.kv_slots:
+        slot = plan.kv_slots[0]
+        from llmc.plugins.paged_attention import cuda as attention
+
+        move = attention.move_positions(slots[0], slot.kv_heads, (slot.key_dim, slot.value_dim), BASE, BASE, BASE, 1)
+        found[move.kernel.name] = move.kernel
+    return found
+
+
+def _is_attention(step: Step) -> bool:
+    return step.op == "paged_attention"

@@ -1,0 +1,1 @@
+"""Runs engines on a CUDA device, by `cuda.bindings` alone."""

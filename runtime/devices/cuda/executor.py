@@ -1,0 +1,304 @@
+"""Runs the plan of an engine on a CUDA device.
+
+A step is one copy of the batch to the device, the launches of its bucket, one copy of the logits back and one wait. The
+launches of a bucket are made when it is first met; those of decodes and trees are recorded as a graph.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmc.errors import EngineError, KernelError
+from llmc.plugins.cuda import Launch
+from llmc.runtime.batch import Batch
+from llmc.runtime.devices.cuda import targets
+from llmc.runtime.devices.cuda.device import Device
+from llmc.runtime.devices.cuda.program import (
+    WORD_ROWS,
+    Bucket,
+    Inputs,
+    Memory,
+    aligned,
+    caches,
+    program,
+    rounded,
+    tensor,
+)
+from llmc.runtime.engine import Engine
+from llmc.runtime.plan import Plan
+
+
+class Prepared:
+    """What a bucket runs: launches of each step, and a graph of them all."""
+
+    def __init__(self, steps: list[list[Launch]]) -> None:
+        self.steps = steps
+        self.graph: Any = None
+
+    def between(self, begin: int, end: int) -> list[Launch]:
+        """The launches of some steps."""
+        return [launch for step in self.steps[begin:end] for launch in step]
+
+
+class CudaExecutor:
+    """Implements ``runtime.batch.DraftExecutor`` for engines with a target such as cuda:sm_90.
+
+    Args:
+        engine: what to run; its weights are copied to the device.
+        device: where.
+        num_blocks: blocks of the KV cache.
+
+    Raises:
+        EngineError: the engine has no kernels for this device, or not those that this version asks for.
+        ResourceError: the memory of the device does not suffice.
+    """
+
+    def __init__(self, engine: Engine, device: Device, *, num_blocks: int) -> None:
+        plan = engine.plan
+        if plan.state_slots:
+            raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
+        self.engine, self.device, self.plan, self.num_blocks = engine, device, plan, num_blocks
+        self._arch = targets.choose(engine, device.capability, device.name)
+        self._known = _kernels(engine)
+        limits = engine.limits
+        self._blocks = -(-limits.max_seq_len // engine.kv_cache.block_size)
+        self._largest = Bucket(
+            limits.max_batch_tokens,
+            limits.max_batch_tokens,
+            limits.max_sequences,
+            self._blocks,
+            limits.max_batch_tokens,
+            -(-limits.max_batch_tokens // WORD_ROWS),
+        )
+        self._allocate()
+        self._loaded: set[str] = set()
+        self._prepared: dict[Bucket, Prepared] = {}
+        self._head = _head(plan)
+
+    def step(self, batch: Batch) -> NDArray[np.float32]:
+        """Logits [N, vocabulary]; the array is the executor's own and valid until the next step.
+
+        Raises:
+            KernelError: the batch contradicts the engine's limits, or a token id is out of range.
+        """
+        bucket = self._send(batch)
+        prepared = self._prepare(bucket)
+        if prepared.graph is not None:
+            self.device.replay(prepared.graph)
+        else:
+            self.device.run(prepared.between(0, len(prepared.steps)))
+        return self._rows(self.plan.logits, bucket, len(batch.logit_rows))
+
+    def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
+
+        Raises:
+            KernelError: as step; or the plan has no head.
+        """
+        if self._head is None:
+            raise KernelError("the plan has no product that makes the logits, and so no embeddings")
+        bucket, count = self._send(batch), len(batch.logit_rows)
+        prepared = self._prepare(bucket)
+        self.device.run(prepared.between(0, self._head))
+        rows = self._rows(str(self.plan.steps[self._head].inputs[0]), bucket, count).copy()
+        if not logits:
+            return rows, None
+        self.device.run(prepared.between(self._head, len(prepared.steps)))
+        return rows, self._rows(self.plan.logits, bucket, count)
+
+    def move_positions(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Copy what the cache holds of positions of a sequence with these blocks, one after the other, in all slots."""
+        from llmc.plugins.paged_attention import cuda as attention
+
+        if not len(sources):
+            return
+        at, places = 0, []
+        for array in (blocks, sources, targets):
+            size = array.nbytes
+            if at + size > len(self._host):
+                raise KernelError(f"{len(sources)} positions to move are more than a step has")
+            self._host[at : at + size] = np.ascontiguousarray(array, np.int32).view(np.uint8)
+            places.append(self._memory.inputs + at)
+            at = aligned(at + size)
+        self.device.send(self._memory.inputs, self._host[:at])
+        launches = [
+            attention.move_positions(cache, slot.kv_heads, (slot.key_dim, slot.value_dim), *places, len(sources))
+            for cache, slot in zip(self._memory.caches, self.plan.kv_slots, strict=True)
+        ]
+        self._load(launches)
+        self.device.run(launches)
+        self.device.sync()  # the host's memory is filled again by the next step
+
+    # ----------------------------------------------------------------------------------------------------- a step
+    def _send(self, batch: Batch) -> Bucket:
+        """Check the batch and copy it to the device."""
+        bucket = self._bucket(batch)
+        if batch.adapters is not None and (batch.adapters >= 0).any():
+            raise KernelError("engines for CUDA run no LoRA adapters yet")
+        ids = batch.input_ids
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.engine.model.vocab_size:
+            raise KernelError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is out of range")
+        blocks = batch.block_tables
+        if blocks.size and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
+            raise KernelError(f"block {blocks.max()} of {self.num_blocks}")
+        inputs = Inputs.of(bucket)
+        self._host[: inputs.size] = 0
+        count = len(batch.num_computed)
+        self._write(inputs, "input_ids", ids)
+        self._write(inputs, "position_ids", batch.position_ids)
+        self._write(inputs, "logit_rows", batch.logit_rows)
+        ends = np.full(bucket.sequences + 1, len(ids), np.int32)
+        ends[: count + 1] = batch.cu_seqlens
+        self._write(inputs, "cu_seqlens", ends)
+        self._write(inputs, "num_computed", batch.num_computed)
+        table = np.zeros((bucket.sequences, bucket.max_blocks), np.int32)
+        width = min(bucket.max_blocks, blocks.shape[1])
+        table[:count, :width] = blocks[:, :width]
+        self._write(inputs, "block_tables", table)
+        if batch.tree_mask is not None:
+            mask = np.zeros((bucket.rows, bucket.tree_words), np.uint64)
+            words = min(bucket.tree_words, batch.tree_mask.shape[1])
+            mask[: len(ids), :words] = batch.tree_mask[:, :words]
+            self._write(inputs, "tree_mask", mask)
+        self.device.send(self._memory.inputs, self._host[: inputs.size])
+        return bucket
+
+    def _write(self, inputs: Inputs, name: str, array: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        begin = inputs.offsets[name]
+        self._host[begin : begin + len(data)] = data
+
+    def _bucket(self, batch: Batch) -> Bucket:
+        limits, rows, count = self.engine.limits, len(batch.input_ids), len(batch.num_computed)
+        lengths = np.diff(batch.cu_seqlens)
+        if not 1 <= rows <= limits.max_batch_tokens or not 1 <= count <= limits.max_sequences:
+            raise KernelError(f"a step of {rows} rows of {count} sequences is beyond what the engine was built for")
+        ends = batch.num_computed + lengths
+        if ends.max() > limits.max_seq_len:
+            raise KernelError(f"a sequence of {ends.max()} tokens is beyond the engine's {limits.max_seq_len}")
+        longest = int(lengths.max())
+        size = self.engine.kv_cache.block_size
+        padded = rounded(rows, limits.max_batch_tokens)
+        return Bucket(
+            rows=padded,
+            logit_rows=rounded(max(1, len(batch.logit_rows)), limits.max_batch_tokens),
+            sequences=rounded(count, limits.max_sequences),
+            max_blocks=rounded(-(-int(ends.max()) // size), self._blocks),
+            longest=min(padded, rounded(longest, limits.max_batch_tokens)),
+            tree_words=0 if batch.tree_mask is None else -(-longest // WORD_ROWS),
+        )
+
+    def _prepare(self, bucket: Bucket) -> Prepared:
+        if bucket not in self._prepared:
+            steps, scratch = program(self.plan, bucket, self._memory, self.device.capability)
+            if scratch > self._scratch_bytes:  # earlier graphs go on with what they have
+                self._grow(scratch)
+                steps, _ = program(self.plan, bucket, self._memory, self.device.capability)
+            prepared = Prepared(steps)
+            launches = prepared.between(0, len(steps))
+            self._load(launches)
+            if bucket.is_decode:
+                prepared.graph = self.device.capture(launches)
+            self._prepared[bucket] = prepared
+        return self._prepared[bucket]
+
+    def _rows(self, name: str, bucket: Bucket, count: int) -> NDArray[np.float32]:
+        """The first rows of a value of the last step."""
+        found = tensor(self.plan.value(name), bucket, self._memory)
+        kind = np.dtype(np.uint16) if found.dtype == "bfloat16" else np.dtype(found.dtype)
+        stride, columns = found.strides[0], found.shape[1]
+        size = ((count - 1) * stride + columns) * kind.itemsize if count else 0
+        if size > len(self._results):
+            self._results = self.device.host(size)
+        self.device.fetch(self._results[:size], found.address)
+        self.device.sync()
+        data = self._results[:size].view(kind)
+        steps = (stride * kind.itemsize, kind.itemsize)
+        rows: NDArray[Any] = np.lib.stride_tricks.as_strided(data, (count, columns), steps)
+        if found.dtype == "bfloat16":
+            return (rows.astype(np.uint32) << 16).view(np.float32)
+        return rows.astype(np.float32, copy=False)
+
+    # ----------------------------------------------------------------------------------------------------- loading
+    _memory: Memory
+    _host: NDArray[np.uint8]
+    _results: NDArray[np.uint8]
+
+    def _allocate(self) -> None:
+        """The three arenas, and what a batch takes."""
+        device, engine, plan = self.device, self.engine, self.plan
+        inputs = Inputs.of(self._largest).size
+        self._host, self._results = device.host(inputs), device.host(0)
+        offsets, at = {}, 0
+        for name, weight in engine.weights.items():
+            offsets[name], at = at, at + aligned(weight.data.nbytes)
+        weights = device.alloc(max(at, 1), "weights")
+        for name, weight in engine.weights.items():
+            device.put(weights + offsets[name], weight.data)
+        engine.release_pages()
+        _, pool = caches(plan, engine.kv_cache, self.num_blocks, 0)
+        base = device.alloc(max(pool, 1), f"the KV cache of {self.num_blocks} blocks")
+        arena = device.alloc(max(plan.arena_bytes, 1), "activations")
+        for address, size in ((base, pool), (arena, plan.arena_bytes)):
+            device.fill(address, 0, size)
+        self._tables: dict[bytes, int] = {}
+        self._memory = Memory(
+            arena=arena,
+            inputs=device.alloc(inputs, "the inputs of a step"),
+            weights={name: weights + offset for name, offset in offsets.items()},
+            caches=caches(plan, engine.kv_cache, self.num_blocks, base)[0],
+            scratch=0,
+            table=self._table,
+        )
+        self._scratch_bytes = 0
+
+    def _grow(self, size: int) -> None:
+        self._scratch_bytes = size
+        fields = {**vars(self._memory), "scratch": self.device.alloc(size, "the scratch memory of a step")}
+        self._memory = Memory(**fields)
+
+    def _table(self, data: bytes) -> int:
+        if data not in self._tables:
+            self._tables[data] = self.device.alloc(len(data), "a table")
+            self.device.put(self._tables[data], np.frombuffer(data, np.uint8))
+        return self._tables[data]
+
+    def _load(self, launches: list[Launch]) -> None:
+        """Load kernels that are met for the first time."""
+        images = {}
+        for launch in launches:
+            name = launch.kernel.name
+            if name in self._loaded or name in images:
+                continue
+            image = self.engine.read(targets.kernel_file(self._arch, name))
+            if image is None or self._known.get(name) != targets.fingerprint(launch.kernel):
+                raise EngineError(
+                    f"{self.engine.path}: built by llmc {self.engine.manifest.llmc}, it lacks kernel {name} as this "
+                    f"version has it; build it anew with: {targets.rebuild(self.engine)}"
+                )
+            images[name] = image
+        if images:
+            self.device.load(images)
+            self._loaded |= images.keys()
+
+
+def _kernels(engine: Engine) -> Mapping[str, str]:
+    found: Mapping[str, str] = json.loads(engine.read(targets.KERNELS) or b"{}")
+    return found
+
+
+def _head(plan: Plan) -> int | None:
+    """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
+    wanted: str | None = plan.logits
+    for number in range(len(plan.steps) - 1, -1, -1):
+        step = plan.steps[number]
+        if wanted in step.outputs:
+            if step.op in ("linear", "quantized_linear"):
+                return number
+            wanted = step.inputs[0]
+    return None

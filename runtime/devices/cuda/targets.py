@@ -1,0 +1,53 @@
+"""Which kernels of an engine run on a device, and what the files of kernels are called."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from llmc.errors import EngineError
+from llmc.plugins.cuda import Kernel
+from llmc.runtime.manifest import rebuild_command
+
+if TYPE_CHECKING:
+    from llmc.runtime.engine import Engine
+
+KERNELS = "kernels.json"
+"""Fingerprints of the kernels of an engine, by name."""
+
+
+def kernel_file(arch: str, name: str) -> str:
+    """Of the machine code of a kernel."""
+    return f"kernels-{arch}/{name}.cubin"
+
+
+def fingerprint(kernel: Kernel) -> str:
+    """Of what a launch has to agree with: name, params, threads and instance."""
+    return hashlib.sha256(kernel.source_text.encode()).hexdigest()
+
+
+def architectures(target: str) -> tuple[str, ...]:
+    """``("sm_80", "sm_90")`` of ``cuda:sm_80,sm_90``."""
+    return tuple(target.removeprefix("cuda:").split(","))
+
+
+def choose(engine: Engine, capability: int, device: str) -> str:
+    """The newest architecture of the engine whose machine code the device runs: same major version, none newer.
+
+    Raises:
+        EngineError: there is none; names the command that builds for the device.
+    """
+    target = engine.manifest.target
+    numbers = [int(arch.removeprefix("sm_")) for arch in architectures(target)]
+    fitting = [number for number in numbers if number // 10 == capability // 10 and number <= capability]
+    if not fitting:
+        raise EngineError(
+            f"{engine.path}: built for {target}, but {device} has compute capability {capability / 10}; build it with: "
+            f"{rebuild_command(engine.manifest)} --target cuda:sm_{capability // 10 * 10}"
+        )
+    return f"sm_{max(fitting)}"
+
+
+def rebuild(engine: Engine) -> str:
+    """The command that builds the engine anew."""
+    return f"{rebuild_command(engine.manifest)} --target {engine.manifest.target}"
