@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from llmc.compiler.config import BLOCK_SIZE, Limits
 from llmc.compiler.cuda.form import NARROW, cuda_form
@@ -14,11 +15,11 @@ from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError, LlmcError, UsageError
 from llmc.plugins.cuda import Kernel
 from llmc.runtime.devices.cuda import targets
-from llmc.runtime.devices.cuda.program import Memory, buckets, caches, launch_maker, program
+from llmc.runtime.devices.cuda.program import ALIGNMENT, Memory, buckets, caches, launch_maker, program
 from llmc.runtime.fusing import fuse_gates
 from llmc.runtime.manifest import KvCacheSpec
 from llmc.runtime.manifest import Limits as EngineLimits
-from llmc.runtime.plan import Plan, Step
+from llmc.runtime.plan import Plan, Step, Value
 
 BASE = 1 << 40
 """Where memory is thought to begin while kernels are looked for; far more than aligned."""
@@ -50,7 +51,9 @@ def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, 
         lowered = plan_steps(form, target, limits)
         plan = fuse_gates(lowered.plan)
         spec = KvCacheSpec(kv_dtype, BLOCK_SIZE)
-        kernels = {arch: _kernels(plan, limits, spec, number) for arch, number in zip(archs, capabilities, strict=True)}
+        kernels = {
+            arch: kernels_of(plan, limits, spec, number) for arch, number in zip(archs, capabilities, strict=True)
+        }
     except LlmcError as error:
         raise CompileError(f"--target {target.name}: {error}") from error
     return CudaModel(LoweredModel(plan, lowered.weights), kernels)
@@ -72,13 +75,14 @@ def images(model: CudaModel) -> dict[str, bytes]:
     return files
 
 
-def _kernels(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
-    """All that steps of any size launch."""
+def kernels_of(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
+    """All that steps of any size within the limits launch, by name."""
     found: dict[str, Kernel] = {}
     slots, _ = caches(plan, spec, 1, BASE)
     weights = {str(value.base): BASE for value in plan.values}
     memory = Memory(BASE, BASE, weights, slots, BASE, lambda _: BASE)
-    seen = set()
+    seen: set[int] = set()
+    plan = replace(plan, steps=_distinct(plan))
     for bucket in buckets(EngineLimits(**vars(limits)), spec.block_size):
         only = None if bucket.rows not in seen else _is_attention  # the rest depends on the rows alone
         seen.add(bucket.rows)
@@ -94,6 +98,24 @@ def _kernels(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> 
         move = attention.move_positions(slots[0], slot.kv_heads, (slot.key_dim, slot.value_dim), BASE, BASE, BASE, 1)
         found[move.kernel.name] = move.kernel
     return found
+
+
+def _distinct(plan: Plan) -> tuple[Step, ...]:
+    """One step of those that differ in names and places only: layers are alike."""
+    found: dict[Any, Step] = {}
+    for step in plan.steps:
+        given = dict(step.attributes)
+        slot = plan.kv_slots[int(given.pop("slot"))] if "slot" in given else None
+        names = (*step.inputs, None, *step.outputs)
+        values = [None if name is None else plan.value(name) for name in names]
+        forms = tuple(v and (v.storage, v.dtype, v.shape, v.strides, v.offset, _place(v)) for v in values)
+        found.setdefault((step.op, tuple(sorted(given.items())), slot, forms), step)
+    return tuple(found.values())
+
+
+def _place(value: Value) -> int:
+    """Where a buffer begins, as far as alignment goes."""
+    return value.base % ALIGNMENT if isinstance(value.base, int) else 0
 
 
 def _is_attention(step: Step) -> bool:

@@ -127,7 +127,9 @@ class CudaExecutor:
             at = aligned(at + size)
         self.device.send(self._memory.inputs, self._host[:at])
         launches = [
-            attention.move_positions(cache, slot.kv_heads, (slot.key_dim, slot.value_dim), *places, len(sources))
+            attention.move_positions(
+                cache, slot.kv_heads, (slot.key_dim, slot.value_dim), places[0], places[1], places[2], len(sources)
+            )
             for cache, slot in zip(self._memory.caches, self.plan.kv_slots, strict=True)
         ]
         self._load(launches)

@@ -128,7 +128,9 @@ def buckets(limits: Limits, block_size: int) -> Iterator[Bucket]:
         for max_blocks in {1, blocks}:
             if rows <= limits.max_sequences:
                 yield Bucket(rows, rows, sequences, max_blocks, 1)
-            for longest in sorted({1, *(size for size in ladder(rows) if size <= rows)} - {1}):
+            for longest in sorted({rows, *(1 << power for power in range(1, 12))}):
+                if not 1 < longest <= rows:
+                    continue
                 yield Bucket(rows, rows, sequences, max_blocks, longest)
                 words = -(-longest // WORD_ROWS)
                 yield Bucket(rows, rows, sequences, max_blocks, longest, words)
