@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from llmc.plugins.cuda_packing import PANEL
 from numpy.typing import NDArray
 
 from llmc.compiler.lower import LoweredGraph
@@ -21,6 +20,7 @@ from llmc.compiler.lowering.values import Buffer, View, contiguous, dims, produc
 from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.weights import CHUNK_BYTES, numpy_dtype
 from llmc.errors import CompileError
+from llmc.plugins.cuda_packing import PANEL
 from llmc.plugins.linear import cuda_packing as plain
 from llmc.plugins.quantized_linear import cuda_packing as quantized
 from llmc.plugins.quantized_linear import packing as cpu

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import engines
 import numpy as np
-import pytest
 from emulated import EmulatedDevice
 from packed import MIXED, expected_logits, random_ids
 
@@ -17,7 +16,9 @@ DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
 
 def test_a_llama_gives_the_numbers_of_transformers(tmp_path: Path) -> None:
     config = engines.small_llama()
-    model, path = engines.build(config, tmp_path, target="cuda:sm_90", dtype="bfloat16", max_batch_tokens=64)
+    model, path = engines.build(
+        config, tmp_path, target="cuda:sm_90", dtype="bfloat16", max_batch_tokens=64, max_sequences=8
+    )
     ids = random_ids(config, a=29, b=21)
     expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
     tokens = {key: x[0].tolist() for key, x in ids.items()}
