@@ -108,6 +108,7 @@ def test_options_reach_the_engine(run: Any) -> None:
         "prefix_cache": False,
         "spec": "ngram",
         "spec_tokens": None,
+        "spec_sampling": "exact",
         "parse_special_in_messages": True,
         "lora": {"a": Path("b")},
     }
