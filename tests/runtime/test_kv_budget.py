@@ -22,6 +22,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         kv_bytes_per_token=1024,
         kv_cache=SimpleNamespace(block_size=16),
         limits=SimpleNamespace(max_seq_len=1000),
+        manifest=SimpleNamespace(target="cpu"),
     )
 
 
