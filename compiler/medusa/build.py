@@ -91,6 +91,8 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
         tree = strict.load(HeadTree, section.get("tree"), where)
         tree.check(where, UsageError)
         return HeadsToBuild(heads, tree, read_cost(section.get("cost"), where), section)
+    if target not in COSTS:
+        raise UsageError(f"--medusa: engines for {target} have no heads yet; leave it away")
     cost = None if config.medusa_cost == "measure" else COSTS[target]
     return HeadsToBuild(heads, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
 
