@@ -101,6 +101,16 @@ class Engine:
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
+    def for_cpu(self) -> Engine:
+        """Itself.
+
+        Raises:
+            EngineError: it is built for another device.
+        """
+        if self.manifest.target != "cpu":
+            raise EngineError(f"{self.path}: built for {self.manifest.target}; this needs an engine for the CPU")
+        return self
+
     def read(self, name: str) -> bytes | None:
         """The verified content of a small file, such as ``tokenizer/tokenizer.json``; None if the engine has none."""
         return self._texts.get(name)

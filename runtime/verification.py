@@ -115,7 +115,7 @@ def verify_engine(path: Path, *, expect_digest: str | None = None, threads: int 
     from llmc.plugins import kernels
     from llmc.runtime.devices.cpu import CpuExecutor
 
-    engine = load_engine(path, expect_digest=expect_digest)
+    engine = load_engine(path, expect_digest=expect_digest).for_cpu()
     goldens = _goldens(engine)
     block_size = engine.kv_cache.block_size
     steps = max(len(golden.continuation) for golden in goldens)

@@ -64,8 +64,6 @@ class CpuExecutor:
         poison: bool | None = None,
     ) -> None:
         plan = engine.plan
-        if engine.manifest.target != "cpu":
-            raise EngineError(f"{engine.path}: built for {engine.manifest.target}; this needs an engine for the CPU")
         if plan.state_slots:
             raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
         self.isa = kernels.best_isa() if isa is None else isa
