@@ -163,8 +163,8 @@ def test_art_03_another_format_or_target_is_refused_first(engine: Path) -> None:
     (engine / "weights.safetensors").unlink()  # nothing else is looked at
     edit(engine, lambda value: value.update(format=7, llmc="9.1", surprise=1))
     refused(engine, "format 7", "llmc 9.1", "format 1", "llmc build MODEL -o ENGINE --force --max-seq-len 64")
-    edit(engine, lambda value: value.update(format=1, target="cuda:sm_90"))
-    refused(engine, "'cuda:sm_90'", "cpu", "llmc build", "--target cpu")
+    edit(engine, lambda value: value.update(format=1, target="tpu:v5"))
+    refused(engine, "'tpu:v5'", "cpu", "llmc build", "--target cpu")
 
 
 def test_the_digest_can_be_pinned(built: Path) -> None:
