@@ -322,7 +322,7 @@ def diff(
     from llmc.runtime.engine import load_engine
 
     engine = load_engine(engine_dir).for_cpu()
-    other = load_engine(against) if (against / manifest.NAME).exists() else None
+    other = load_engine(against).for_cpu() if (against / manifest.NAME).exists() else None
     dtypes = {engine.model.dtype} if other is None else {engine.model.dtype, other.model.dtype}
     is_quantized = any(e.model.quantization for e in (engine, other) if e is not None)
     if tolerance is None and not is_quantized:

@@ -20,10 +20,16 @@ def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None
     """The executor of an engine's target, or with ``LLMC_REFERENCE=1`` one that runs the references of the ops.
 
     Raises:
-        UsageError: the references are asked for, and there are adapters, or torch is not installed.
+        UsageError: the references are asked for, and the engine is for another device or has adapters, or torch is not
+            installed.
         LlmcError: as the executor of the target.
     """
     if debug.enabled("LLMC_REFERENCE"):
+        if engine.manifest.target != "cpu":
+            raise UsageError(
+                f"LLMC_REFERENCE=1 runs engines for the CPU, but {engine.path} is built for {engine.manifest.target}; "
+                "leave it away, or build one with --target cpu"
+            )
         if any(step.op == "lora" for step in engine.plan.steps):
             raise UsageError("LLMC_REFERENCE=1 runs no adapters; leave lora away")
         try:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as cu
 from driver import fake_gpu
 from emulator import PLUGINS, SIMT
 from test_emulator import FaultParams, kernel
 
 from llmc.compiler.cuda.nvrtc import compile_kernels
 
-cu = pytest.importorskip("cuda.bindings.driver")
 KERNELS = [kernel(case) for case in (0, 11, 16)]
 
 

@@ -1,32 +1,104 @@
-"""Whole engines for CUDA on the emulator: numbers of transformers, and the same bits in any packing."""
+"""Whole engines for CUDA: numbers of transformers on the emulator, tokens through the driver API of cuda.bindings."""
 
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import engines
 import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from driver import fake_gpu
 from emulated import EmulatedDevice
 from packed import MIXED, expected_logits, random_ids
 
+from llmc import LLM, SamplingParams
+from llmc.compiler.cuda.build import kernels_of
+from llmc.compiler.diff import diff
+from llmc.errors import EngineError, ResourceError, UsageError
+from llmc.plugins.cuda import Launch
+from llmc.runtime import devices
+from llmc.runtime.devices.cuda.driver import CudaDevice
 from llmc.runtime.devices.cuda.executor import CudaExecutor
-from llmc.runtime.engine import load_engine
+from llmc.runtime.engine import Engine, load_engine
 
 WHOLE = ((("a", 29),), (("b", 21),))
 DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
+CONFIG = engines.small_llama()
+TOKENS = 6
 
 
-def test_a_llama_gives_the_numbers_of_transformers(tmp_path: Path) -> None:
-    config = engines.small_llama()
-    model, path = engines.build(
-        config, tmp_path, target="cuda:sm_90", dtype="bfloat16", max_batch_tokens=64, max_sequences=8
-    )
-    ids = random_ids(config, a=29, b=21)
-    expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
+class Built(NamedTuple):
+    """A model of transformers and its engine."""
+
+    model: Any
+    engine: Engine
+
+
+class Watched(CudaDevice):
+    """Remembers what it was asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        self.calls.append("run")
+        super().run(launches)
+
+    def capture(self, launches: Sequence[Launch]) -> Any:
+        self.calls.append("capture")
+        return super().capture(launches)
+
+    def replay(self, graph: Any) -> None:
+        self.calls.append("replay")
+        super().replay(graph)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder = tmp_path_factory.mktemp("cuda")
+    sizes = {"max_batch_tokens": 64, "max_sequences": 8}
+    model, path = engines.build(CONFIG, folder, target="cuda:sm_90", dtype="bfloat16", **sizes)
+    return Built(model, load_engine(path))
+
+
+@pytest.fixture(autouse=True)
+def unopened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No device is open, before and after."""
+    monkeypatch.setattr(devices, "_devices", [])
+    yield
+
+
+def clear_answers(model: Any, *lengths: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of these lengths, and what transformers answers where no second choice comes near."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for length in lengths:
+        margin = 0.0
+        while margin < 0.2:
+            ids = torch.randint(3, CONFIG.vocab_size, (1, length), generator=generator)
+            for _ in range(TOKENS):
+                ids = torch.cat([ids, expected_logits(model, ids)[:, -1:].argmax(-1)], 1)
+            logits = expected_logits(model, ids)[0, length - 1 : -1]
+            best = logits.topk(2).values
+            margin = float((best[:, 0] - best[:, 1]).min() / logits.std())
+        found.append((ids[0, :length].tolist(), ids[0, length:].tolist()))
+    return found
+
+
+def test_a_llama_gives_the_numbers_of_transformers(built: Built) -> None:
+    ids = random_ids(CONFIG, a=29, b=21)
+    expected = {key: expected_logits(built.model, x)[0].numpy() for key, x in ids.items()}
     tokens = {key: x[0].tolist() for key, x in ids.items()}
-    engine = load_engine(path)
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for steps in (WHOLE, DECODE, MIXED):
         device = EmulatedDevice()
-        packed = engines.Packed(CudaExecutor(engine, device, num_blocks=16), tokens)
+        packed = engines.Packed(CudaExecutor(built.engine, device, num_blocks=16), tokens)
         for key, logits in packed.run(steps).items():
             error = np.sqrt(np.mean((logits - expected[key][: len(logits)]) ** 2)) / expected[key].std()
             assert error < 0.03
@@ -34,3 +106,69 @@ def test_a_llama_gives_the_numbers_of_transformers(tmp_path: Path) -> None:
             size = min(len(first), len(logits))
             assert np.array_equal(first[:size], logits[:size])
         assert device.waits and device.copies
+
+
+def test_the_driver_gives_the_tokens_of_transformers(built: Built) -> None:
+    """Two prompts at once, from a thread that has not opened the device; one sequence goes on into a second block."""
+    answers = clear_answers(built.model, 5, 13)
+    engine = built.engine
+    kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90)
+    with fake_gpu([kernel for name, kernel in kernels.items() if name != "move_positions"], mode="plain"):
+        device = Watched()
+        devices._devices.append(device)
+        llm = LLM(engine.path)
+        found: list[Any] = []
+        params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+        prompts = [prompt for prompt, _ in answers]
+        thread = threading.Thread(target=lambda: found.extend(llm.generate(prompts, params)))
+        thread.start()
+        thread.join()
+        assert [list(output.choices[0].token_ids) for output in found] == [tokens for _, tokens in answers]
+        calls = " ".join(device.calls)
+        assert calls == "run capture run replay replay replay capture run replay replay"
+        llm.close()
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    """Of another process: this one may have the stand-in already."""
+    (tmp_path / "libcuda.so.1").touch()  # stands before that of a machine with a GPU
+    code = "from llmc.runtime.devices import open_cuda\nopen_cuda()"
+    variables = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+    assert "this machine has no NVIDIA driver" in done.stderr
+    assert "install one, or build an engine with --target cpu" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"driver": 12080}, r"driver knows CUDA 12\.8; install one that knows 13\.0 or later"),
+        ({"devices": 0}, "has no NVIDIA GPU that can be used"),
+        ({"capability": 80}, r"has compute capability 8\.0; build it with: llmc build .* --target cuda:sm_80"),
+        ({"capability": 120}, r"has compute capability 12\.0; build it with: llmc build .* --target cuda:sm_120"),
+    ],
+)
+def test_a_device_that_cannot_run_the_engine(built: Built, settings: dict[str, int], message: str) -> None:
+    with fake_gpu([], **settings), pytest.raises(EngineError, match=message):
+        LLM(built.engine.path)
+
+
+def test_too_little_memory_of_the_device(built: Built) -> None:
+    with fake_gpu([], memory=300_000), pytest.raises(ResourceError) as caught:
+        LLM(built.engine.path)
+    assert f"needs {32 * 16 * 2 * 2 * 2 * 16 * 2} bytes" in str(caught.value)
+    devices._devices.clear()
+    with (
+        fake_gpu([], memory=300_000),
+        pytest.raises(ResourceError, match=r"the KV cache of 900 blocks: needs \d+ bytes .* \d+ of 300000 are free"),
+    ):
+        LLM(built.engine.path, num_blocks=900)
+
+
+def test_what_is_for_the_cpu_alone_refuses_the_engine(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMC_REFERENCE", "1")
+    with pytest.raises(UsageError, match=r"LLMC_REFERENCE=1 runs engines for the CPU, but .* built for cuda:sm_90"):
+        devices.make_executor(built.engine, num_blocks=4)
+    path = str(built.engine.path)
+    refused = CliRunner().invoke(diff, [path, path, "--ids", "5,6"]).exception
+    assert "this needs an engine for the CPU" in str(refused)

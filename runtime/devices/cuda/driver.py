@@ -46,7 +46,7 @@ class CudaDevice:
             raise EngineError("the engine is built for CUDA, but this machine has no NVIDIA GPU that can be used")
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        self._call("cuCtxSetCurrent", self._context)
+        self._enter()
         kinds = cuda.CUdevice_attribute
         major, minor = (
             self._call("cuDeviceGetAttribute", kind, self._device)
@@ -66,7 +66,7 @@ class CudaDevice:
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, and all of them."""
-        self._call("cuCtxSetCurrent", self._context)
+        self._enter()
         free, total = self._check("cuMemGetInfo", self._cuda.cuMemGetInfo())
         return int(free), int(total)
 
@@ -76,7 +76,7 @@ class CudaDevice:
         Raises:
             ResourceError: there is no room.
         """
-        self._call("cuCtxSetCurrent", self._context)
+        self._enter()
         status, *values = self._cuda.cuMemAlloc(size)
         if int(status) == OUT_OF_MEMORY:
             free, total = self.memory()
@@ -84,13 +84,13 @@ class CudaDevice:
                 f"{what}: needs {size} bytes of device memory, but {free} of {total} are free on {self.name}; use less "
                 "kv_memory, lower limits, or a larger device"
             )
-        (address,) = (self._check("cuMemAlloc", (status, *values)),)
-        return int(address)
+        return int(self._check("cuMemAlloc", (status, *values)))
 
     def host(self, size: int) -> NDArray[np.uint8]:
         """Pinned memory, kept as long as the process."""
         if not size:
             return np.zeros(0, np.uint8)
+        self._enter()
         address = self._call("cuMemHostAlloc", size, 0)
         buffer = (ctypes.c_uint8 * size).from_address(int(address))
         return np.ctypeslib.as_array(buffer)
@@ -98,12 +98,14 @@ class CudaDevice:
     def put(self, address: int, data: NDArray[Any]) -> None:
         """Copy on the stream, and wait: the default stream would not be waited for by ours."""
         if data.nbytes:
+            self._enter()
             array = np.ascontiguousarray(data)
             self._call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, self._stream)
             self.sync()
 
     def send(self, address: int, data: NDArray[np.uint8]) -> None:
         """Copy from pinned memory."""
+        self._enter()
         if data.nbytes:
             self._call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self._stream)
 
@@ -119,7 +121,7 @@ class CudaDevice:
 
     def load(self, images: Mapping[str, bytes]) -> None:
         """Load cubins that hold one kernel each."""
-        self._call("cuCtxSetCurrent", self._context)
+        self._enter()
         for name, image in images.items():
             module = self._call("cuModuleLoadData", image)
             self._modules.append(module)
@@ -167,6 +169,10 @@ class CudaDevice:
             KernelError: a kernel has failed; the device can't be used by this process any more.
         """
         self._call("cuStreamSynchronize", self._stream)
+
+    def _enter(self) -> None:
+        """Make the context that of this thread: a step may come from any, and begins with `send`."""
+        self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, function: str, *given: Any) -> Any:
         return self._check(function, getattr(self._cuda, function)(*given))

@@ -14,6 +14,14 @@ State& state() {
   return s;
 }
 
+bool& context_is_current() {
+  thread_local bool current;
+  thread_local uint64_t process;
+  if (process != state().process) current = false;
+  process = state().process;
+  return current;
+}
+
 int setting(const char* name, int otherwise) {
   const char* text = getenv(name);
   return text && *text ? atoi(text) : otherwise;
@@ -107,12 +115,12 @@ static int context_retain(void** context, int) {
 static int context_release(int) { return kSuccess; }
 
 static int context_set(void* context) {
-  state().current = context != nullptr;
+  context_is_current() = context != nullptr;
   return kSuccess;
 }
 
 static int context_get(void** context) {
-  *context = state().current ? &state() : nullptr;
+  *context = context_is_current() ? &state() : nullptr;
   return kSuccess;
 }
 
@@ -198,5 +206,6 @@ extern "C" __attribute__((visibility("default"))) void fake_reset() {
   }
   s.allocations.clear();
   s.used = 0;
-  s.initialized = s.current = false;
+  s.initialized = false;
+  ++s.process;
 }

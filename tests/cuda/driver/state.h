@@ -69,7 +69,8 @@ struct Module {
 // Everything that the driver knows. One lock guards it: see FAKE_CALL.
 struct State {
   std::recursive_mutex mutex;
-  bool initialized = false, current = false;
+  bool initialized = false;
+  uint64_t process = 1;   // fake_reset begins the next
   int sticky = kSuccess;  // after a kernel fault every call fails, as on a GPU
   Stream null_stream;
   std::vector<Stream*> streams;
@@ -78,6 +79,7 @@ struct State {
   uint64_t launches = 0;
 };
 State& state();
+bool& context_is_current();  // in this thread
 
 int setting(const char* name, int otherwise);
 inline int capability() { return setting("SIMT_CAPABILITY", 90); }
@@ -98,10 +100,10 @@ void add_modules(Table& table);
 void add_streams(Table& table);
 
 #define FAKE_LOCK std::lock_guard fake_guard(fake::state().mutex)
-#define FAKE_CALL                                               \
-  FAKE_LOCK;                                                    \
-  if (!fake::state().initialized) return fake::kNotInitialized; \
-  if (!fake::state().current) return fake::kInvalidContext;     \
+#define FAKE_CALL                                                \
+  FAKE_LOCK;                                                     \
+  if (!fake::state().initialized) return fake::kNotInitialized;  \
+  if (!fake::context_is_current()) return fake::kInvalidContext; \
   if (fake::state().sticky != fake::kSuccess) return fake::state().sticky
 
 }  // namespace fake
