@@ -79,11 +79,13 @@ def cuda_form(graph: LoweredGraph, dtype: str, capability: int) -> LoweredGraph:
         return None if view is None else replace(view, buffer=buffers.get(view.buffer, view.buffer))
 
     for step in graph.steps:
-        inputs = [moved(view) for view in packer.inputs(step)]
+        inputs, given = [moved(view) for view in packer.inputs(step)], step.attributes
         outputs = [replace(view, buffer=buffers.get(view.buffer, view.buffer)) for view in step.outputs]
         if step.op == "paged_attention":
             inputs[:3] = [_narrowed(view, dtype, steps, step.module) for view in inputs[:3]]
-        steps.append(LoweredStep(step.op, tuple(inputs), tuple(outputs), step.attributes, step.module))
+        elif step.op == "moe":
+            given = {**given, "inner": packer.inner(step)}
+        steps.append(LoweredStep(step.op, tuple(inputs), tuple(outputs), given, step.module))
     logits = replace(graph.logits, buffer=buffers.get(graph.logits.buffer, graph.logits.buffer))
     return LoweredGraph(steps, logits, {**graph.weights, **packer.weights}, graph.kv_slots)
 
@@ -169,11 +171,18 @@ class _Packer:
                 inputs[place] = self._plain(_there(inputs, place))
             return
         hidden, given = _size(_there(inputs, 0)), step.attributes
-        inner = int(given.get("inner", 0))
+        inner = self.inner(step)
         if not inner:
             raise CompileError(f"{step.module}: experts of this kind have no form for CUDA yet")
         self._quantized(inputs, (3, 7, 8), step, inner * (2 if given["gated"] else 1), hidden)
         self._quantized(inputs, (4, 9, 10), step, hidden, inner)
+
+    def inner(self, step: LoweredStep) -> int:
+        """Columns of down, which packed weights do not tell; 0: unknown."""
+        given, gate_up = step.attributes, self._given[_there(step.inputs, 3).buffer.name]
+        if given.get("format", "plain") != "plain" or not isinstance(gate_up, PackedWeight):
+            return int(given.get("inner", 0))
+        return gate_up.source.shape[1] // (2 if given["gated"] else 1)
 
     def _plain(self, view: View) -> View:
         """A weight of 16 bits in fragments."""

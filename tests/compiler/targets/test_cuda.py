@@ -3,10 +3,18 @@
 from pathlib import Path
 
 import engines
+import ml_dtypes
+import numpy as np
 import pytest
 
+from llmc.compiler.cuda.form import cuda_form
+from llmc.compiler.lower import LoweredGraph
+from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
+from llmc.compiler.lowering.values import Buffer, View, contiguous, dims, product
 from llmc.compiler.targets.base import all_targets, find_target
+from llmc.compiler.weights import Array
 from llmc.errors import CompileError, UsageError
+from llmc.runtime.plan import Storage
 
 
 def test_each_architecture_is_a_target() -> None:
@@ -29,3 +37,25 @@ def test_others_are_refused(name: str) -> None:
 def test_activations_have_16_bits(tmp_path: Path) -> None:
     with pytest.raises((UsageError, CompileError), match="use --dtype bfloat16"):
         engines.build(engines.small_llama(), tmp_path, target="cuda:sm_90", dtype="float32")
+
+
+@pytest.mark.parametrize(("gated", "rows", "inner"), [(True, 48, 24), (False, 24, 24), (True, 40, 20)])
+def test_packed_experts_say_how_wide_they_are(gated: bool, rows: int, inner: int) -> None:
+    """The last ones have 19 columns of down: gate_up has a row of zeros more of each kind."""
+    experts, hidden, columns = 3, 32, 19 if inner == 20 else inner
+    shapes = {"gate_up": (experts, rows, hidden), "down": (experts, hidden, columns)}
+    weights = {
+        name: PackedWeight(name, Array(np.ones(s, ml_dtypes.bfloat16)), panels=True) for name, s in shapes.items()
+    }
+
+    def view(name: str, shape: tuple[int, ...], storage: Storage = Storage.ARENA, dtype: str = "float32") -> View:
+        sizes = dims(shape)
+        return View(Buffer(name, storage, dtype, product(sizes)), sizes, contiguous(sizes))
+
+    routed = [view("x", (5, hidden)), view("ids", (5, 2), dtype="int64"), view("weights", (5, 2))]
+    packed = [view(name, weight.shape, Storage.WEIGHT, "bfloat16") for name, weight in weights.items()]
+    given = {"function": "silu", "gated": gated, "interleaved": False, "alpha": 1.0, "limit": 0.0}
+    y = view("y", (5, hidden))
+    step = LoweredStep("moe", (*routed, *packed, None, None), (y,), given)
+    (made,) = cuda_form(LoweredGraph([step], y, weights, {}), "bfloat16", 90).steps
+    assert made.attributes == {**given, "inner": inner}
