@@ -84,14 +84,14 @@ def gptqmodel(source: Path, folder: Path) -> Iterator[Found]:
         "int4-sym": {"bits": 4, "group_size": 32, "sym": True, "desc_act": False},
         "int4-asym": {"bits": 4, "group_size": 32, "sym": False, "desc_act": False},
         "int4-act-order": {"bits": 4, "group_size": 32, "sym": True, "desc_act": True},
-        "int8-rows": {"bits": 8, "group_size": -1, "sym": True, "desc_act": False},
+        "int8-rows": {"bits": 8, "group_size": -1, "sym": True, "desc_act": False, "act_group_aware": False},
         "int4-v2": {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "format": "gptq_v2"},
     }
     for name, options in ways.items():
         model = GPTQModel.load(str(source), QuantizeConfig(**options, device="cpu"))
         model.quantize(samples, batch_size=1)
         model.save(str(folder / name))
-        loaded = GPTQModel.load(str(folder / name), device="cpu", backend=BACKEND.TORCH).model
+        loaded = GPTQModel.load(str(folder / name), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model
         weights = {n: m.dequantize_weight().T for n, m in linears(loaded).items()}
         yield name, loaded, weights, "float32", "quantized by gptqmodel"
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from llmc.compiler import facts, graph_file
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
-from llmc.compiler.cuda.build import CudaModel, cuda_model, images
+from llmc.compiler.cuda.build import CudaModel, check_dtypes, cuda_model, images
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
@@ -196,6 +196,8 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    if target.device == "cuda":
+        check_dtypes(target, dtype, kv_dtype)
     longest = facts.model_limit(checkpoint.config)
     if longest is not None and limits.max_seq_len > longest:
         progress.note(

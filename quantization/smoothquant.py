@@ -26,7 +26,7 @@ from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import Preset, option
 from llmc.quantization.rounding import round_inputs, round_scale, round_to_nearest, spread_rows
 
-W8A8 = Preset("w8a8", "smoothquant", "int8 weights and int8 inputs, one scale per output channel and 128 inputs")
+W8A8 = Preset("w8a8", "smoothquant:group=128", "int8 weights and int8 inputs, one scale for 128 of each")
 
 _ACTIVATIONS = {"token": Activations.PER_TOKEN, "group": Activations.PER_GROUP, "static": Activations.STATIC}
 _ALPHAS = np.linspace(0, 1, 21)
@@ -48,11 +48,15 @@ class SmoothQuant(Method):
         "what shares a scale of the inputs: 128 columns of a token, a token, or all tokens (static, from calibration)",
         choices=("group", "token", "static"),
     )
+    group: int = option(0, "weights that share a scale: 16 to 256 in steps of 16; 0: all of an output channel")
+
+    def __post_init__(self) -> None:
+        _ = self.weights  # refuses groups that don't exist
 
     @property
     def weights(self) -> Scheme:
-        """Int8, one scale per output channel."""
-        return Scheme("int8", 0)
+        """Int8, one scale per output channel or group."""
+        return Scheme("int8", self.group)
 
     @property
     def activations(self) -> Activations:

@@ -14,6 +14,7 @@ from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
 from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError, LlmcError, UsageError
 from llmc.plugins.cuda import Kernel
+from llmc.plugins.paged_attention.cuda import KV_DTYPES
 from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.program import ALIGNMENT, Memory, buckets, caches, launch_maker, program
 from llmc.runtime.fusing import fuse_gates
@@ -33,15 +34,24 @@ class CudaModel:
     kernels: Mapping[str, Mapping[str, Kernel]]
 
 
+def check_dtypes(target: Target, dtype: str, kv_dtype: str) -> None:
+    """Refuse what no kernel of the target is for.
+
+    Raises:
+        UsageError: activations are not of 16 bits, or the cache is of another dtype.
+    """
+    if dtype not in NARROW:
+        raise UsageError(f"--target {target.name}: activations are bfloat16 or float16; use --dtype bfloat16")
+    if kv_dtype not in KV_DTYPES:
+        raise UsageError(f"--kv-dtype {kv_dtype}: --target {target.name} has {', '.join(KV_DTYPES)}")
+
+
 def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, kv_dtype: str) -> CudaModel:
     """The plan of a model for CUDA, and its kernels. No weight is read.
 
     Raises:
-        UsageError: the dtype is not one of 16 bits.
         CompileError: a step has no kernel; names it.
     """
-    if dtype not in NARROW:
-        raise UsageError(f"--target {target.name}: activations are bfloat16 or float16; use --dtype bfloat16")
     archs = targets.architectures(target.name)
     capabilities = [int(arch.removeprefix("sm_")) for arch in archs]
     try:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,23 @@ def _cached(kernel: Kernel, arch: str, folders: Sequence[Path], cache_folder: Pa
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmc/cuda"
     path = (cache_folder or root) / f"{digest[:32]}.{arch}"
-    if path.exists():
+    with suppress(OSError):  # none, or one that can't be read
         return path.read_bytes()
     image = compile_text(kernel.source_text, headers, arch, kernel.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.{kernel.name}")
-    partial.write_bytes(image)
-    partial.replace(path)
+    _keep(path, image, f"{os.getpid()}.{kernel.name}")
     return image
+
+
+def _keep(path: Path, image: bytes, writer: str) -> None:
+    """Where nothing can be written (a full disk, a read-only home), kernels are compiled again the next time."""
+    partial = path.with_name(f"{path.name}.{writer}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(image)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def included(text: str, folders: Sequence[Path]) -> dict[str, str]:

@@ -45,6 +45,13 @@ def test_what_was_compiled_is_kept_until_a_source_changes(tmp_path: Path, monkey
     assert calls == ["layout_bf16", "layout_bf16"]
 
 
+def test_it_does_without_a_place_to_keep_kernels(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    images = compile_kernels([KERNEL], "sm_80", folders=FOLDERS, cache_folder=tmp_path / "file/kept")
+    assert images["layout_bf16"][:4] == b"\x7fELF"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_another_process_compiles_to_the_same_bytes(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import hashlib, pathlib, test_nvrtc as t\n"

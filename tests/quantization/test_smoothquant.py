@@ -40,7 +40,8 @@ def test_the_formula() -> None:
 
 
 def test_weights_and_activations() -> None:
-    assert parse_method("w8a8").weights == Scheme("int8", 0)
+    assert parse_method("smoothquant").weights == Scheme("int8", 0)
+    assert parse_method("w8a8").weights == Scheme("int8", 128)
     assert parse_method("w8a8").x_group == 128
     assert parse_method("w8a8:inputs=token").activations is Activations.PER_TOKEN
     assert parse_method("w8a8:inputs=token").x_group == 0

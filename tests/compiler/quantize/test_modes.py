@@ -18,7 +18,8 @@ from llmc.runtime.engine import load_engine
 SIZES = {"hidden_size": 160, "intermediate_size": 96, "head_dim": 40, "num_hidden_layers": 1}
 
 MODES = {
-    "w8a8": ("int8", 0, "int8", 128),
+    "w8a8": ("int8", 128, "int8", 128),
+    "smoothquant": ("int8", 0, "int8", 128),
     "smoothquant:inputs=token,search=false": ("int8", 0, "int8", 0),
     "smoothquant:inputs=static": ("int8", 0, "int8", 0),
     "fp8": ("fp8", 0, "bfloat16", 0),

@@ -13,7 +13,7 @@ from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import Buffer, View, contiguous, dims, product
 from llmc.compiler.targets.base import all_targets, find_target
 from llmc.compiler.weights import Array
-from llmc.errors import CompileError, UsageError
+from llmc.errors import UsageError
 from llmc.runtime.plan import Storage
 
 
@@ -34,9 +34,19 @@ def test_others_are_refused(name: str) -> None:
         find_target(name)
 
 
-def test_activations_have_16_bits(tmp_path: Path) -> None:
-    with pytest.raises((UsageError, CompileError), match="use --dtype bfloat16"):
-        engines.build(engines.small_llama(), tmp_path, target="cuda:sm_90", dtype="float32")
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ({"dtype": "float32"}, "use --dtype bfloat16"),
+        ({"kv_dtype": "int4"}, "--kv-dtype int4: --target cuda:sm_90 has"),
+    ],
+)
+def test_dtypes_without_kernels_are_refused_before_tracing(
+    dtypes: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("llmc.compiler.api.trace")
+    with pytest.raises(UsageError, match=message):
+        engines.build(engines.small_llama(), tmp_path, target="cuda:sm_90", **{"dtype": "bfloat16"} | dtypes)
 
 
 @pytest.mark.parametrize(("gated", "rows", "inner"), [(True, 48, 24), (False, 24, 24), (True, 40, 20)])
