@@ -31,9 +31,10 @@ PROMPTS = ["m", "e", "w", "u", "z", "mn", "em", "wm"]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """On this machine: two replicas and what reads the file. Workers import them too."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("ray"))  # workers import from here first, and a clone's root is no package
         patch.syspath_prepend(str(EXAMPLES))
         for name, value in SETTINGS.items():
             patch.setenv(name, value)
