@@ -196,8 +196,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    if target.device == "cuda":
-        check_dtypes(target, dtype, kv_dtype)
+    check_dtypes(target, dtype, kv_dtype)
     longest = facts.model_limit(checkpoint.config)
     if longest is not None and limits.max_seq_len > longest:
         progress.note(
@@ -231,10 +230,9 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         _note_floats(config, imported, progress)
     last = steps if planned is None else predicted(planned)
     lowered = plan_steps(last, target, limits)
-    cuda = None
     if target.device == "cuda":
         progress.step("looking for kernels")
-        cuda = cuda_model(last, target, limits, dtype, kv_dtype)
+    cuda = cuda_model(last, target, limits, dtype, kv_dtype) if target.device == "cuda" else None
     return Compiled(
         checkpoint,
         program,

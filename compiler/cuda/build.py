@@ -35,11 +35,13 @@ class CudaModel:
 
 
 def check_dtypes(target: Target, dtype: str, kv_dtype: str) -> None:
-    """Refuse what no kernel of the target is for.
+    """Refuse what no kernel of the target is for. The CPU has all.
 
     Raises:
         UsageError: activations are not of 16 bits, or the cache is of another dtype.
     """
+    if target.device != "cuda":
+        return
     if dtype not in NARROW:
         raise UsageError(f"--target {target.name}: activations are bfloat16 or float16; use --dtype bfloat16")
     if kv_dtype not in KV_DTYPES:
