@@ -147,7 +147,7 @@ def test_what_can_be_chosen() -> None:
     assert texts("rtn:group=16") == ["int4 in groups of 16", "int8 in groups of 16"]
     assert texts("int8") == ["int8 in groups of 32"]
     assert texts("fp8") == ["fp8 in rows"]
-    with pytest.raises(UsageError, match="not for smoothquant.*, whose inputs"):
+    with pytest.raises(UsageError, match=r"not for smoothquant.*, whose inputs"):
         texts("w8a8")
 
 
