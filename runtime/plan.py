@@ -178,6 +178,18 @@ class Plan:
         return self._by_name.keys()
 
     @property
+    def head(self) -> int | None:
+        """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
+        wanted: str | None = self.logits
+        for number in range(len(self.steps) - 1, -1, -1):
+            step = self.steps[number]
+            if wanted in step.outputs:
+                if step.op in ("linear", "quantized_linear"):
+                    return number
+                wanted = step.inputs[0]
+        return None
+
+    @property
     def _by_name(self) -> dict[str, Value]:
         cached: dict[str, Value] | None = self.__dict__.get("_index")
         if cached is None:

@@ -74,7 +74,7 @@ class CpuExecutor:
         self.num_blocks = num_blocks
         self._index = {value.name: number for number, value in enumerate(plan.values)}
         self._logits = self._index[plan.logits]
-        self._head = _head(plan)
+        self._head = plan.head
         self._engine = engine
         poison = POISON if poison is None else poison
         self._native = self._make(engine, poison)
@@ -202,18 +202,6 @@ class CpuExecutor:
             )
             for step in plan.steps
         ]
-
-
-def _head(plan: Plan) -> int | None:
-    """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
-    wanted: str | None = plan.logits
-    for number in range(len(plan.steps) - 1, -1, -1):
-        step = plan.steps[number]
-        if wanted in step.outputs:
-            if step.op in ("linear", "quantized_linear"):
-                return number
-            wanted = step.inputs[0]
-    return None
 
 
 def _value(

@@ -30,7 +30,6 @@ from llmc.runtime.devices.cuda.program import (
     tensor,
 )
 from llmc.runtime.engine import Engine
-from llmc.runtime.plan import Plan
 
 
 class Prepared:
@@ -78,7 +77,7 @@ class CudaExecutor:
         self._allocate()
         self._loaded: set[str] = set()
         self._prepared: dict[Bucket, Prepared] = {}
-        self._head = _head(plan)
+        self._head = plan.head
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
         """Logits [N, vocabulary]; the array is the executor's own and valid until the next step.
@@ -292,15 +291,3 @@ class CudaExecutor:
 def _kernels(engine: Engine) -> Mapping[str, str]:
     found: Mapping[str, str] = json.loads(engine.read(targets.KERNELS) or b"{}")
     return found
-
-
-def _head(plan: Plan) -> int | None:
-    """The step that multiplies with the head: from it on, every step goes on with what the one before has made."""
-    wanted: str | None = plan.logits
-    for number in range(len(plan.steps) - 1, -1, -1):
-        step = plan.steps[number]
-        if wanted in step.outputs:
-            if step.op in ("linear", "quantized_linear"):
-                return number
-            wanted = step.inputs[0]
-    return None
