@@ -23,6 +23,8 @@ PLUGINS = Path(plugins.__file__).parent
 INSTALL = "pip install 'llmc-engine[cuda-build]'"
 OPTIONS = ("--std=c++17", "--fmad=false")
 """No fused multiply-add but where kernels say so: every compiler gives the same bits."""
+DIGEST = 32
+"""Bytes of the digest that stands before what is kept."""
 
 
 def compile_kernels(
@@ -61,7 +63,7 @@ def check_arch(arch: str) -> None:
     Raises:
         CompileError: it does not.
     """
-    known = _known()
+    known = known_archs()
     number = re.fullmatch(r"(sm|compute)_(\d+)[af]?", arch)
     if not number or int(number[2]) not in known or int(number[2]) < 80:
         names = ", ".join(f"sm_{number}" for number in known if number >= 80)
@@ -69,7 +71,8 @@ def check_arch(arch: str) -> None:
 
 
 @cache
-def _known() -> tuple[int, ...]:
+def known_archs() -> tuple[int, ...]:
+    """The targets of this NVRTC, such as 90."""
     (numbers,) = _values(_nvrtc(), _nvrtc().nvrtcGetSupportedArchs())
     return tuple(numbers)
 
@@ -81,18 +84,21 @@ def _cached(kernel: Kernel, arch: str, folders: Sequence[Path], cache_folder: Pa
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmc/cuda"
     path = (cache_folder or root) / f"{digest[:32]}.{arch}"
     with suppress(OSError):  # none, or one that can't be read
-        return path.read_bytes()
+        kept = path.read_bytes()
+        image = kept[DIGEST:]
+        if kept[:DIGEST] == hashlib.sha256(image).digest():  # else it was damaged on the disk
+            return image
     image = compile_text(kernel.source_text, headers, arch, kernel.name)
-    _keep(path, image, f"{os.getpid()}.{kernel.name}")
+    _keep(path, hashlib.sha256(image).digest() + image, f"{os.getpid()}.{kernel.name}")
     return image
 
 
-def _keep(path: Path, image: bytes, writer: str) -> None:
+def _keep(path: Path, kept: bytes, writer: str) -> None:
     """Where nothing can be written (a full disk, a read-only home), kernels are compiled again the next time."""
     partial = path.with_name(f"{path.name}.{writer}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(image)
+        partial.write_bytes(kept)
         partial.replace(path)
     except OSError:
         with suppress(OSError):

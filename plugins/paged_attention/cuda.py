@@ -237,7 +237,7 @@ def _tile_bytes(dtypes: tuple[str, str], widths: tuple[int, int]) -> int:
     keys = 32 if max(widths) > 128 else 64
     size = _code_bytes(dtypes[1])
     codes = 0 if dtypes[0] == dtypes[1] else keys * sum(widths) * size
-    return keys * (2 * sum(widths) + 32) + codes + (keys * 8 if size == 1 else 0)
+    return keys * (2 * sum(widths) + 32) + codes + (keys * 8 if size == 1 else 0) + 16
 
 
 def _prefill(p: AttentionParams, dtypes: tuple[str, str], widths: tuple[int, int], biased: bool, tokens: int) -> Launch:

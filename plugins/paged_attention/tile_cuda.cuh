@@ -29,7 +29,8 @@ struct Tile {
   static constexpr int VALUES = KEYS * KEY_ROW, KEY_CODES = VALUES + KEYS * VALUE_ROW;
   static constexpr int VALUE_CODES = KEY_CODES + (WIDENED ? KEYS * DK * static_cast<int>(sizeof(KV)) : 0);
   static constexpr int SCALES = VALUE_CODES + (WIDENED ? KEYS * DV * static_cast<int>(sizeof(KV)) : 0);
-  static constexpr int BYTES = SCALES + (SCALED<KV> ? KEYS * 8 : 0);
+  static constexpr int FLAGS = SCALES + (SCALED<KV> ? KEYS * 8 : 0);  // a word of each warp: values that are not finite
+  static constexpr int BYTES = FLAGS + 16;
 };
 
 // A barrier of all who share a tile: a block, or a block of one warp.
@@ -78,10 +79,45 @@ DEV void copy_scales(const AttentionParams& p, const Sequence& sequence, int kv_
   }
 }
 
+// A masked key has the weight 0, but 0 times infinity is no number: a value that is not finite would reach rows that do
+// not see it. So each tile of values is looked through. `odd` begins as 0 and stays 0 if all words hold finite numbers.
+template <class T>
+DEV void look(uint4 words, uint32_t& odd) {
+  odd = fma2(T{}, words.x, 0u, odd);
+  odd = fma2(T{}, words.y, 0u, odd);
+  odd = fma2(T{}, words.z, 0u, odd);
+  odd = fma2(T{}, words.w, 0u, odd);
+}
+
+// The same for the pieces that this thread has copied.
+template <class T, int KEYS, int DV, int THREADS>
+DEV uint32_t look_at_rows(const unsigned char* values) {
+  constexpr int PIECES = DV / 8, STRIDE = DV * 2 + 16;
+  uint32_t odd = 0;
+  _Pragma("unroll 4") for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+    look<T>(ld_vec<uint4>(values + i / PIECES * STRIDE + i % PIECES * 16), odd);
+  }
+  return odd;
+}
+
+// Tells the other warps, behind the next barrier.
+DEV void report(uint32_t odd, unsigned char* flags) {
+  uint32_t lanes = __ballot_sync(FULL_WARP, odd != 0);
+  if (threadIdx.x % 32 == 0) st_vec<uint32_t>(flags + threadIdx.x / 32 * 4, lanes);
+}
+
+template <int THREADS>
+DEV bool any_odd(const unsigned char* flags) {
+  uint32_t lanes = 0;
+  UNROLL for (int warp = 0; warp < THREADS / 32; ++warp) lanes |= ld_vec<uint32_t>(flags + warp * 4);
+  return lanes != 0;
+}
+
 // Makes a tile of numbers of one of codes.
 template <class T, class KV, int KEYS, int D, int THREADS>
-DEV void widen(unsigned char* to, const unsigned char* codes, const unsigned char* scales, int start, int low,
-               int end) {
+DEV uint32_t widen(unsigned char* to, const unsigned char* codes, const unsigned char* scales, int start, int low,
+                   int end) {
+  uint32_t odd = 0;
   for (int i = threadIdx.x; i < KEYS * (D / 16); i += THREADS) {
     int row = i / (D / 16), piece = i % (D / 16);
     float scale = 1.0f;
@@ -108,9 +144,13 @@ DEV void widen(unsigned char* to, const unsigned char* codes, const unsigned cha
       }
     }
     unsigned char* place = to + row * (D * 2 + 16) + piece * 32;
-    st_vec<uint4>(place, uint4{word[0], word[1], word[2], word[3]});
-    st_vec<uint4>(place + 16, uint4{word[4], word[5], word[6], word[7]});
+    uint4 first = {word[0], word[1], word[2], word[3]}, second = {word[4], word[5], word[6], word[7]};
+    st_vec<uint4>(place, first);
+    st_vec<uint4>(place + 16, second);
+    look<T>(first, odd);
+    look<T>(second, odd);
   }
+  return odd;
 }
 
 // What the two rows of a lane have seen of a unit: sums of values, of weights, and the largest logits. Logits are in
@@ -192,7 +232,23 @@ DEV void make_weights(float (*logits)[4], Seen<DV>& seen) {
   UNROLL for (int e = 0; e < 4; ++e) seen.sum[e] *= factor[e / 2];
 }
 
-template <class T, int KEYS, int DV>
+// Takes what is not finite out of a pair, and puts ones where it was: in `up` for infinity, in `down` for -infinity, in
+// both for what is no number.
+template <class T>
+DEV void take_odd(uint32_t& pair, uint32_t& up, uint32_t& down) {
+  constexpr uint32_t INFINITE = SAME<T, BF16> ? 0x7f80u : 0x7c00u, ONE = SAME<T, BF16> ? 0x3f80u : 0x3c00u;
+  up = down = 0;
+  UNROLL for (int half = 0; half < 32; half += 16) {
+    uint32_t bits = pair >> half & 0xffffu, magnitude = bits & 0x7fffu;
+    if (magnitude < INFINITE) continue;
+    if (magnitude > INFINITE || bits == magnitude) up |= ONE << half;
+    if (magnitude > INFINITE || bits != magnitude) down |= ONE << half;
+    pair &= ~(0xffffu << half);
+  }
+}
+
+// ODD: some values may not be finite.
+template <class T, int KEYS, int DV, bool ODD>
 DEV void add_values(const unsigned char* values, const float (*weights)[4], Seen<DV>& seen) {
   constexpr int ROW = DV * 2 + 16;
   int lane = threadIdx.x % 32;
@@ -202,11 +258,34 @@ DEV void add_values(const unsigned char* values, const float (*weights)[4], Seen
     uint32_t a[4] = {pack2(T{}, left[0], left[1]), pack2(T{}, left[2], left[3]), pack2(T{}, right[0], right[1]),
                      pack2(T{}, right[2], right[3])};
     mma16816(T{}, seen.sum, a, ones);
+    uint32_t visible[4];
+    if constexpr (ODD) {
+      UNROLL for (int i = 0; i < 4; ++i) {
+        const float* pair = (i < 2 ? left : right) + i % 2 * 2;
+        visible[i] = pack2(T{}, pair[0] != 0.0f ? 1.0f : 0.0f, pair[1] != 0.0f ? 1.0f : 0.0f);
+      }
+    }
     UNROLL for (int d = 0; d < DV / 8; d += 2) {
       uint32_t b[4];
       ldmatrix4_t(b, values + (k * 16 + lane % 16) * ROW + d * 16 + lane / 16 * 16);
+      uint32_t up[4], down[4];
+      if constexpr (ODD) {
+        UNROLL for (int i = 0; i < 4; ++i) take_odd<T>(b[i], up[i], down[i]);
+      }
       mma16816(T{}, seen.values[d], a, b);
       mma16816(T{}, seen.values[d + 1], a, b + 2);
+      if constexpr (ODD) {
+        UNROLL for (int i = 0; i < 2; ++i) {
+          float ups[4] = {0.0f, 0.0f, 0.0f, 0.0f}, downs[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          mma16816(T{}, ups, visible, up + 2 * i);
+          mma16816(T{}, downs, visible, down + 2 * i);
+          UNROLL for (int e = 0; e < 4; ++e) {
+            float& sum = seen.values[d + i][e];
+            if (ups[e] > 0.0f) sum += INF;
+            if (downs[e] > 0.0f) sum -= INF;
+          }
+        }
+      }
     }
   }
 }
@@ -218,7 +297,7 @@ DEV void walk(const AttentionParams& p, const Sequence& sequence, const LaneRows
               const unsigned char* queries, unsigned char* tiles, int low, int end, Seen<DV>& seen, AtUnit at_unit) {
   using Sizes = Tile<T, KV, DK, DV>;
   constexpr int KEYS = Sizes::KEYS;
-  unsigned char* values = tiles + Sizes::VALUES;
+  unsigned char *values = tiles + Sizes::VALUES, *flags = tiles + Sizes::FLAGS;
   auto copy_keys = [&](int start) {
     if constexpr (Sizes::WIDENED) {
       constexpr int KEY_BYTES = DK * static_cast<int>(sizeof(KV)), VALUE_BYTES = DV * static_cast<int>(sizeof(KV));
@@ -247,7 +326,8 @@ DEV void walk(const AttentionParams& p, const Sequence& sequence, const LaneRows
     if constexpr (Sizes::WIDENED) {
       const unsigned char* scales = tiles + Sizes::SCALES;
       widen<T, KV, KEYS, DK, THREADS>(tiles, tiles + Sizes::KEY_CODES, scales, start, low, end);
-      widen<T, KV, KEYS, DV, THREADS>(values, tiles + Sizes::VALUE_CODES, scales + KEYS * 4, start, low, end);
+      report(widen<T, KV, KEYS, DV, THREADS>(values, tiles + Sizes::VALUE_CODES, scales + KEYS * 4, start, low, end),
+             flags);
     } else {
       copy_rows<KEYS, DV * 2, Sizes::VALUE_ROW, THREADS>(p, sequence, kv_head, p.values, values, start, low, end);
       cp_commit();
@@ -264,9 +344,14 @@ DEV void walk(const AttentionParams& p, const Sequence& sequence, const LaneRows
       } else {
         cp_wait<0>();
       }
+      report(look_at_rows<T, KEYS, DV, THREADS>(values), flags);
       tile_barrier<THREADS>();  // values have arrived
     }
-    add_values<T, KEYS>(values, scores, seen);
+    if (any_odd<THREADS>(flags)) {
+      add_values<T, KEYS, DV, true>(values, scores, seen);
+    } else {
+      add_values<T, KEYS, DV, false>(values, scores, seen);
+    }
     int unit = unit_of(start);
     if (next >= end || unit_of(next) != unit) at_unit(unit, next >= end);
   }

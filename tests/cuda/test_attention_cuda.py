@@ -182,6 +182,38 @@ def test_rows_that_are_not_finite() -> None:
         assert np.isnan(found[4:]).any(), kv
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv"),
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
+)
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(dtype: str, kv: str) -> None:
+    """Not those before them or behind the window, which are in the same tile and have the bits of finite values."""
+    heads, length, window = (2, 1, 16, 32), 80, 20
+    odd = {30: np.inf, 33: -np.inf, 61: np.nan}
+    clean = random_rows(np.random.default_rng(7), heads, length, dtype)
+    dirty = Rows(0, 0, clean.q, clean.k, clean.v.copy())
+    for place, value in odd.items():
+        dirty.v[place, 0, 5] = value
+    with Emulator() as device:
+        found = []
+        for rows in (clean, dirty):
+            pool = Pool(device, heads[1:], kv, (length,), attributes=PLAIN | {"window": window})
+            whole = pool.step([rows])[0]  # more rows than the units of one warp have
+            parts = [pool.step([cut(rows, start, start + 8)])[0] for start in (24, 40, 56)]
+            same_bits(parts, np.concatenate([whole[start : start + 8] for start in (24, 40, 56)]))
+            found.append(whole[:, 0].astype(np.float32))
+    seen = {place: np.isin(np.arange(length), np.arange(place, place + window)) for place in odd}
+    np.testing.assert_array_equal(found[0][~np.any(list(seen.values()), 0)], found[1][~np.any(list(seen.values()), 0)])
+    if kv == dtype:
+        assert np.isfinite(np.delete(found[1], 5, 1)).all()
+        column = found[1][:, 5]
+        np.testing.assert_array_equal(column[seen[30] & ~seen[33]], np.inf)
+        np.testing.assert_array_equal(column[seen[33] & ~seen[30]], -np.inf)
+        assert np.isnan(column[seen[30] & seen[33] | seen[61]]).all()
+    else:  # a row of codes has one scale
+        assert all(np.isnan(found[1][where]).all() for where in seen.values())
+
+
 def test_other_dtypes_and_heads_are_refused() -> None:
     with pytest.raises(EngineError, match="a cache of int4 can't be kept on CUDA; choose one of bfloat16"):
         cuda.array_bytes(1, 64, 64, "int4", 16, 1)

@@ -4,6 +4,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulator import PLUGINS, SIMT
@@ -43,6 +44,18 @@ def test_what_was_compiled_is_kept_until_a_source_changes(tmp_path: Path, monkey
     source.write_text(source.read_text() + "\n// another text\n")
     assert compile_kernels([KERNEL], "sm_80", folders=folders, cache_folder=tmp_path / "kept") == first
     assert calls == ["layout_bf16", "layout_bf16"]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda kept: kept[:-1], lambda kept: kept[:100] + b"\0\1\2" + kept[103:], lambda _: b""]
+)
+def test_what_was_damaged_where_it_is_kept_is_compiled_again(damage: Any, tmp_path: Path) -> None:
+    first = compile_kernels([KERNEL], "sm_80", folders=FOLDERS, cache_folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert compile_kernels([KERNEL], "sm_80", folders=FOLDERS, cache_folder=tmp_path) == first
+    assert path.read_bytes() == whole
 
 
 def test_it_does_without_a_place_to_keep_kernels(tmp_path: Path) -> None:
