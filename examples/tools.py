@@ -4,7 +4,7 @@ import json
 import sys
 
 from llmc import LLM, SamplingParams
-from llmc.runtime.tool_calls import ToolCallParser, find_format, tool_constraint
+from llmc.runtime.tool_calls import ToolCallParser, find_format, joined, tool_constraint
 
 WEATHER = {
     "type": "function",
@@ -29,6 +29,8 @@ params = SamplingParams(
 )
 (result,) = llm.chat([{"role": "user", "content": "What is the weather in Paris?"}], params, tools=[WEATHER])
 parser = ToolCallParser(tool_format, [WEATHER])
-for delta in parser.feed(result.text) + parser.finish():
-    print(delta.call.name, json.loads(delta.call.arguments)) if delta.call else print(delta.text)
+text, calls = joined(parser.feed(result.text, final=True))
+for call in calls:
+    print(call.name, json.loads(call.arguments))
+print(text)
 llm.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from llmc.errors import RequestError, UsageError
@@ -69,20 +68,17 @@ class CallReader:
         self._parser, self._several, self.found = parser, several, False
 
     def feed(self, text: str, *, final: bool) -> tuple[str, list[dict[str, Any]]]:
-        """(text, calls in OpenAI's shape with their index) that the next part brings."""
+        """What the next part brings: (text, parts of calls in OpenAI's shape, the first of each with its name)."""
         if self._parser is None:
             return text, []
-        deltas: Sequence[ToolDelta] = self._parser.feed(text)
-        deltas = [*deltas, *self._parser.finish()] if final else deltas
-        calls = [
-            {
-                "index": d.index,
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": d.call.name, "arguments": d.call.arguments},
-            }
-            for d in deltas
-            if d.call is not None and (self._several or d.index == 0)
-        ]
+        deltas = self._parser.feed(text, final=final)
+        calls = [_part(d) for d in deltas if d.of_call and (self._several or d.index == 0)]
         self.found |= bool(calls)
         return "".join(d.text for d in deltas), calls
+
+
+def _part(delta: ToolDelta) -> dict[str, Any]:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

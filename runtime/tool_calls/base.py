@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from llmc.errors import LlmcError
 from llmc.runtime import strict
 
 Tools = Sequence[Mapping[str, Any]]
 """As in requests: ``{"type": "function", "function": {"name": ..., "parameters": schema}}``."""
-
-
-LOOK_ALWAYS = 256
-"""Characters of a call that may be coming; beyond them it is looked at only when it could have ended."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +26,37 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """What a part of a stream brings: text that is no call, or a whole call, number ``index`` of the answer."""
+    """What a part of a stream brings: ``text`` that is no call, or more of call number ``index`` of the answer.
+
+    The first delta of a call has its name; its arguments are those of all its deltas, joined.
+    """
 
     text: str = ""
-    call: Call | None = None
     index: int = 0
+    name: str | None = None
+    arguments: str = ""
+
+    @property
+    def of_call(self) -> bool:
+        """Whether it is not text."""
+        return self.name is not None or bool(self.arguments)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The first ``length`` characters are these calls; without calls, they are text."""
+class Source:
+    """Text that comes in pieces. ``held``: what is not understood yet; ``final``: nothing follows."""
 
-    length: int
-    calls: tuple[Call, ...] = ()
+    def __init__(self) -> None:
+        self.held, self.final = "", False
+
+    def take(self, size: int) -> str:
+        """Remove that many characters from the front."""
+        text, self.held = self.held[:size], self.held[size:]
+        return text
+
+
+Result = TypeVar("Result")
+Steps = Generator[ToolDelta | None, None, Result]
+"""Reads from a source; gives None where it goes on with the next piece. See `more`."""
 
 
 class ToolFormat(ABC):
@@ -53,23 +67,22 @@ class ToolFormat(ABC):
         openings: what calls begin with. One that is a control token of the model is seen in its text only with
             skip_special_tokens off.
         at_start: they can only be the whole answer, and only of functions that were offered: else it is text.
-        ends: characters one of which completes a call; between them there is nothing to look for.
     """
 
     name: ClassVar[str]
     openings: ClassVar[tuple[str, ...]]
     at_start: ClassVar[bool] = False
-    ends: ClassVar[str] = "}]>"
 
     @abstractmethod
     def fits(self, template: str) -> bool:
         """Whether a chat template teaches this format."""
 
     @abstractmethod
-    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
-        """What the text, which begins with an opening, begins with; None while that is not certain.
+    def read(self, source: Source, tools: Tools) -> Steps[None]:
+        """Read the calls that begin with the opening at the front; if there is none, take and give nothing.
 
-        What it says of a text that is not final it also says of every longer one.
+        A name is given once it is certain that this is a call. There is no way back then: one that the model does not
+        end well has arguments that are no JSON. What is given in all does not depend on the pieces.
         """
 
     @abstractmethod
@@ -78,18 +91,17 @@ class ToolFormat(ABC):
 
 
 class ToolCallParser:
-    """Takes the text of an answer in any pieces; what it gives in the end does not depend on the pieces.
+    """Takes the text of an answer in any pieces; what it gives, joined, does not depend on the pieces.
 
-    A call comes when it is complete and right, so that one that turns out to be wrong can be text. Blanks after a call
-    are nothing.
+    Text that could still become a call is held back. Blanks after a call are nothing.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Tools) -> None:
         self._format, self._tools = tool_format, tools
-        self._held, self._count = "", 0
+        self._source, self._count = Source(), 0
+        self._steps: Steps[None] | None = None
+        self._before, self._opened, self._begun = "", "", False  # of these steps: is it a call?
         self._plain, self._blank = False, False  # no more calls; what is blank now is nothing
-        heads = {opening[:n] for opening in tool_format.openings for n in range(1, len(opening))}
-        self._heads, self._longest = heads, max(map(len, tool_format.openings))
         self._opening = re.compile("|".join(map(re.escape, sorted(tool_format.openings, key=len, reverse=True))))
 
     @property
@@ -97,94 +109,162 @@ class ToolCallParser:
         """Whether there was a call."""
         return self._count > 0
 
-    def feed(self, text: str) -> list[ToolDelta]:
-        """The next piece."""
-        inside = len(self._held) > LOOK_ALWAYS and not any(c in self._format.ends for c in text)
-        self._held += text
-        return [] if inside else self._advance(final=False)
+    def feed(self, text: str, *, final: bool = False) -> list[ToolDelta]:
+        """The next piece; at the ``final`` one, what could have become a call is text."""
+        self._source.held += text
+        self._source.final = final
+        return self._advance()
 
-    def finish(self) -> list[ToolDelta]:
-        """The end of the text: a call that is not complete is text."""
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> list[ToolDelta]:
+    def _advance(self) -> list[ToolDelta]:
         deltas: list[ToolDelta] = []
-        while self._held:
-            if self._blank:
-                self._held = self._held.lstrip()
-                self._blank = not self._held
+        source = self._source
+        while source.held or (self._steps is not None and source.final):
+            if self._steps is not None:
+                if not self._read(self._steps, deltas):
+                    break
+            elif self._blank:
+                source.held = source.held.lstrip()
+                self._blank = not source.held
             elif self._plain:
-                self._give_text(deltas, len(self._held))
-            elif not self._at_opening(deltas, final) or not self._take(deltas, final):
+                _give(deltas, ToolDelta(text=source.take(len(source.held))))
+            elif not self._at_opening(deltas):
                 break
         return deltas
 
-    def _at_opening(self, deltas: list[ToolDelta], final: bool) -> bool:
-        """Bring an opening to the front; whether there is one, or at least something was done."""
+    def _at_opening(self, deltas: list[ToolDelta]) -> bool:
+        """Begin to read at the next opening; False: there is none yet."""
+        source = self._source
         if self._format.at_start:
-            rest = self._held.lstrip()
-            if self._opening.match(rest):
-                return True
-            if not final and (not rest or rest in self._heads):
+            blank = len(source.held) - len(source.held.lstrip())
+            match = self._opening.match(source.held, blank)
+            if match is None:
+                self._plain = source.final or not any(o.startswith(source.held[blank:]) for o in self._format.openings)
+                return self._plain
+            self._before = source.take(blank)
+        else:
+            match = self._opening.search(source.held)
+            size = (
+                match.start()
+                if match
+                else len(source.held) - (0 if source.final else cut_off(source.held, *self._format.openings))
+            )
+            if size:
+                _give(deltas, ToolDelta(text=source.take(size)))
+            if match is None:
                 return False
-            self._plain = True
-            return True
-        match = self._opening.search(self._held)
-        size = match.start() if match else len(self._held) - (0 if final else self._partial())
-        if size:
-            self._give_text(deltas, size)
-        return match is not None
-
-    def _take(self, deltas: list[ToolDelta], final: bool) -> bool:
-        """Take the calls at the front, or the opening as text; False: more is needed."""
-        if self._plain:
-            return True
-        blank = len(self._held) - len(self._held.lstrip()) if self._format.at_start else 0
-        taken = self._format.take(self._held[blank:], self._tools, final=final)
-        if taken is None and not final:
-            return False
-        if taken is None or not taken.calls:
-            self._plain = self._format.at_start
-            self._give_text(deltas, blank + (taken.length if taken else 1))
-            return True
-        for call in taken.calls:
-            deltas.append(ToolDelta(call=call, index=self._count))
-            self._count += 1
-        self._held, self._blank = self._held[blank + taken.length :], True
+        self._opened, self._begun = match[0], False
+        self._steps = self._format.read(source, self._tools)
         return True
 
-    def _partial(self) -> int:
-        """Length of the longest end of what is held that begins an opening."""
-        for count in range(min(self._longest - 1, len(self._held)), 0, -1):
-            if self._held[-count:] in self._heads:
-                return count
-        return 0
+    def _read(self, steps: Steps[None], deltas: list[ToolDelta]) -> bool:
+        """Go on reading; False: up to the next piece."""
+        for delta in steps:
+            if delta is None:
+                assert not self._source.final, "there is nothing to wait for"
+                return False
+            self._begun = True
+            self._count += delta.name is not None
+            _give(deltas, replace(delta, index=self._count - 1))
+        self._steps = None
+        if self._begun:
+            self._blank = True
+        else:
+            self._plain = self._format.at_start
+            _give(deltas, ToolDelta(text=self._before + self._source.take(len(self._opened))))
+        return True
 
-    def _give_text(self, deltas: list[ToolDelta], size: int) -> None:
-        text, self._held = self._held[:size], self._held[size:]
-        if deltas and deltas[-1].call is None:
-            text = deltas.pop().text + text
-        deltas.append(ToolDelta(text=text))
+
+def _give(deltas: list[ToolDelta], delta: ToolDelta) -> None:
+    """Add it, to the last one if that is of the same text or call."""
+    last = deltas[-1] if deltas else None
+    if last is None or delta.name is not None or last.of_call != delta.of_call:
+        deltas.append(delta)
+    else:
+        deltas[-1] = replace(last, text=last.text + delta.text, arguments=last.arguments + delta.arguments)
+
+
+def joined(deltas: Iterable[ToolDelta]) -> tuple[str, list[Call]]:
+    """The text and the calls that deltas make."""
+    text, calls = "", list[Call]()
+    for delta in deltas:
+        text += delta.text
+        if delta.name is not None:
+            calls.append(Call(delta.name, delta.arguments))
+        elif delta.arguments:
+            calls[delta.index] = replace(calls[delta.index], arguments=calls[delta.index].arguments + delta.arguments)
+    return text, calls
 
 
 # -- parts that formats share ------------------------------------------------------------------------------------------
 
-STRUCTURE = re.compile(r'"(?:[^"\\]|\\.)*"|"|[{}\[\]]', re.DOTALL)
 
+class Nesting:
+    """Finds the end of a value in brackets that comes in pieces. ``depth``: of brackets that are open before it."""
 
-def balanced(text: str, start: int) -> int | None:
-    """Where the JSON object or list ends that begins at ``start``; None: it does not end."""
-    depth = 0
-    for match in STRUCTURE.finditer(text, start):
-        if match[0] == '"':  # a string that does not end
+    def __init__(self, brackets: str = "{}[]", quotes: str = '"', depth: int = 0) -> None:
+        self._marks = re.compile(f"[{re.escape(brackets + quotes)}\\\\]")
+        self._opening, self._quotes, self._depth = brackets[::2], quotes, depth
+        self._quote, self._escaped = "", False
+
+    def end(self, text: str, start: int = 0) -> int | None:
+        """Where it ends in the next piece, which begins at ``start`` of the text; None: later."""
+        if start == len(text):
             return None
-        if match[0] in "{[":
-            depth += 1
-        elif match[0] in "}]":
-            depth -= 1
-            if depth == 0:
-                return match.end()
-    return None
+        at = start + self._escaped
+        for match in self._marks.finditer(text, at):
+            mark = match[0]
+            if match.start() < at:
+                continue
+            if self._quote:
+                at = match.end() + (mark == "\\")
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in self._quotes:
+                self._quote = mark
+            elif mark != "\\":
+                self._depth += 1 if mark in self._opening else -1
+                if self._depth == 0:
+                    return match.end()
+        self._escaped = at > len(text)
+        return None
+
+
+def cut_off(text: str, *wholes: str) -> int:
+    """Length of the longest end of the text that only begins one of these."""
+    longest = max(map(len, wholes)) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(w.startswith(text[-n:]) for w in wholes)), 0)
+
+
+def more(source: Source) -> Steps[bool]:
+    """Wait for the next piece; False: there is none."""
+    if source.final:
+        return False
+    yield None
+    return True
+
+
+def skip(source: Source, *texts: str) -> Steps[str | None]:
+    """Drop blanks and the one of these texts that follows; which, or None. One that the end cuts off is dropped too."""
+    while True:
+        source.held = source.held.lstrip()
+        for text in texts:
+            if source.held.startswith(text):
+                return source.take(len(text))
+        if not any(text.startswith(source.held) for text in texts):
+            return None
+        if not (yield from more(source)):
+            source.held = ""
+            return None
+
+
+def verbatim(source: Source) -> Steps[None]:
+    """The arguments at the front, an object, as they are written."""
+    nesting = Nesting()
+    while True:
+        end = nesting.end(source.held)
+        if source.held:
+            yield ToolDelta(arguments=source.take(len(source.held) if end is None else end))
+        if end is not None or not (yield from more(source)):
+            return
 
 
 def blanks(text: str, at: int) -> int:
@@ -217,10 +297,9 @@ def function(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(inner["name"]), dict(inner.get("parameters") or {"type": "object", "properties": {}})
 
 
-def known(calls: Sequence[Call | None], tools: Tools) -> bool:
-    """Whether all are of functions that were offered."""
-    names = {function(tool)[0] for tool in tools}
-    return all(call is not None and call.name in names for call in calls)
+def known(names: Iterable[str], tools: Tools) -> bool:
+    """Whether all are functions that were offered."""
+    return set(names) <= {function(tool)[0] for tool in tools}
 
 
 def call_schema(tools: Tools, key: str) -> dict[str, Any]:

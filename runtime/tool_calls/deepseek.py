@@ -4,12 +4,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
 from llmc.runtime.constraints.grammars import json_rule, literal
-from llmc.runtime.tool_calls.base import Call, Taken, ToolFormat, Tools, balanced, blanks, function, parsed
+from llmc.runtime.tool_calls.base import (
+    Source,
+    Steps,
+    ToolDelta,
+    ToolFormat,
+    Tools,
+    blanks,
+    function,
+    more,
+    skip,
+    verbatim,
+)
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -22,52 +32,34 @@ class DeepSeek(ToolFormat):
 
     name = "deepseek"
     openings = (BEGIN, CALL)
-    ends = "}>"
 
     def fits(self, template: str) -> bool:
         """See ToolFormat."""
         return BEGIN in template
 
-    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
+    def read(self, source: Source, tools: Tools) -> Steps[None]:
         """See ToolFormat: all calls up to the end of the list, or one that stands alone."""
-        if not text.startswith(BEGIN):
-            return self._one(text, 0)
-        calls: list[Call] = []
-        at = blanks(text, len(BEGIN))
-        while True:
-            if text.startswith(END, at):
-                return Taken(at + len(END) if calls else len(BEGIN), tuple(calls))
-            if END.startswith(text[at:]) or CALL.startswith(text[at:]):
-                return None
-            one = self._one(text, at)
-            if one is None:
-                return None
-            if not one.calls:
-                return Taken(at, tuple(calls)) if calls else Taken(len(BEGIN))
-            calls += one.calls
-            at = blanks(text, at + one.length)
+        listed = source.held.startswith(BEGIN)
+        if not (yield from self._one(source, len(BEGIN) if listed else 0)):
+            return
+        while listed and (yield from self._one(source, 0)):
+            pass
+        if listed:
+            yield from skip(source, END)
 
-    def _one(self, text: str, at: int) -> Taken | None:
-        if not text.startswith(CALL, at):
-            return Taken(1)
-        match = HEAD.match(text, at)
-        if match is None:
-            rest = text[at:]
-            return Taken(len(CALL)) if "{" in rest or CALL_END in rest or rest.count("\n") > 4 else None
-        end = balanced(text, match.end())
-        if end is None:
-            return None
-        arguments = parsed(text[match.end() : end])
-        if not isinstance(arguments, dict):
-            return Taken(len(CALL))
-        close = blanks(text, end)
-        if "```".startswith(text[close : close + 3]) and len(text) < close + 3:
-            return None
-        close = blanks(text, close + 3) if text.startswith("```", close) else close
-        if text.startswith(CALL_END, close):
-            call = Call(match[1], json.dumps(arguments, ensure_ascii=False))
-            return Taken(close + len(CALL_END) - at, (call,))
-        return None if CALL_END.startswith(text[close:]) else Taken(len(CALL))
+    def _one(self, source: Source, at: int) -> Steps[bool]:
+        """The call that begins there; False: there is none, and nothing is taken."""
+        while (match := HEAD.match(source.held, begin := blanks(source.held, at))) is None:
+            rest = source.held[begin:]
+            maybe = rest.startswith(CALL) and "{" not in rest and CALL_END not in rest
+            if not (maybe or CALL.startswith(rest)) or not (yield from more(source)):
+                return False
+        source.take(match.end())
+        yield ToolDelta(name=match[1])
+        yield from verbatim(source)
+        yield from skip(source, "```")
+        yield from skip(source, CALL_END)
+        return True
 
     def grammar(self, tools: Tools, token: Callable[[str], str], *, several: bool) -> str:
         """See ToolFormat."""

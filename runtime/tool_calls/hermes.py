@@ -10,7 +10,6 @@ class Hermes(JsonFormat):
     openings = ("<tool_call>",)
     hints = ("<tool_call>",)
     closing = "</tool_call>"
-    closing_needed = True
     blank = "\n"
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 
 from llmc.runtime.constraints.grammars import json_rule, literal
-from llmc.runtime.tool_calls.base import Call, Taken, Tools, balanced, function, parsed, repeated
+from llmc.runtime.tool_calls.base import Source, Steps, ToolDelta, Tools, function, more, repeated, verbatim
 from llmc.runtime.tool_calls.json_format import JsonFormat
 
 NAMED = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -22,18 +21,17 @@ class Mistral(JsonFormat):
     hints = ("[TOOL_CALLS]",)
     lists = True
 
-    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
+    def read(self, source: Source, tools: Tools) -> Steps[None]:
         """See ToolFormat."""
-        match = NAMED.match(text)
-        if match is None:
-            return None if MAYBE.match(text) else super().take(text, tools, final=final)
-        end = balanced(text, match.end())
-        if end is None:
-            return None
-        arguments = parsed(text[match.end() : end])
-        if not isinstance(arguments, dict):
-            return Taken(len(self.openings[0]))
-        return Taken(end, (Call(match[1], json.dumps(arguments, ensure_ascii=False)),))
+        while (match := NAMED.match(source.held)) is None:
+            if not MAYBE.match(source.held):
+                yield from super().read(source, tools)
+                return
+            if not (yield from more(source)):
+                return
+        source.take(match.end())
+        yield ToolDelta(name=match[1])
+        yield from verbatim(source)
 
     def grammar(self, tools: Tools, token: Callable[[str], str], *, several: bool) -> str:
         """See ToolFormat: named calls if the model has [ARGS] as a control token, else a list."""

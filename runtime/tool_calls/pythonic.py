@@ -8,7 +8,18 @@ from collections.abc import Callable
 from typing import Any
 
 from llmc.runtime.constraints.grammars import json_rule, literal
-from llmc.runtime.tool_calls.base import Call, Taken, ToolFormat, Tools, function, known
+from llmc.runtime.tool_calls.base import (
+    Call,
+    Nesting,
+    Source,
+    Steps,
+    ToolDelta,
+    ToolFormat,
+    Tools,
+    function,
+    known,
+    more,
+)
 
 MAX_CHARACTERS = 1 << 16
 WORDS = {"true": True, "false": False, "null": None}
@@ -20,23 +31,27 @@ class Pythonic(ToolFormat):
     name = "pythonic"
     openings = ("[",)
     at_start = True
-    ends = "]"
 
     def fits(self, template: str) -> bool:
         """See ToolFormat."""
         return "[func_name1(params_name1" in template or "<|python_start|>" in template
 
-    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
-        """See ToolFormat."""
-        end = _end(text)
-        if end is None:
-            return None if len(text) <= MAX_CHARACTERS else Taken(1)
+    def read(self, source: Source, tools: Tools) -> Steps[None]:
+        """See ToolFormat: calls are given when the list ends; values of Python are not JSON before they are read."""
+        nesting, seen = Nesting("()[]{}", "\"'"), 0
+        while (end := nesting.end(source.held, seen)) is None:
+            seen = len(source.held)
+            if seen > MAX_CHARACTERS or not (yield from more(source)):
+                return
         try:
-            tree = ast.parse(text[:end], mode="eval").body
-            calls = tuple(_call(node) for node in tree.elts) if isinstance(tree, ast.List) else ()
+            tree = ast.parse(source.held[:end], mode="eval").body if end <= MAX_CHARACTERS else None
+            calls = [_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            calls = ()
-        return Taken(end, calls) if calls and known(calls, tools) else Taken(1)
+            return
+        if known((call.name for call in calls), tools):
+            source.take(end if calls else 0)
+            for call in calls:
+                yield ToolDelta(name=call.name, arguments=call.arguments)
 
     def grammar(self, tools: Tools, token: Callable[[str], str], *, several: bool) -> str:
         """See ToolFormat."""
@@ -54,26 +69,6 @@ class Pythonic(ToolFormat):
         calls = " | ".join(f"call{i}" for i in range(len(rules)))
         repeat = f"({literal(', ')} call)*" if several else ""
         return f"start: {literal('[')} call {repeat} {literal(']')}\ncall: {calls}\n{''.join(rules)}"
-
-
-def _end(text: str) -> int | None:
-    """Where the list ends that the text begins with."""
-    depth, quote, skip = 0, "", False
-    for i, c in enumerate(text[:MAX_CHARACTERS]):
-        if skip:
-            skip = False
-        elif quote:
-            skip = c == "\\"
-            quote = "" if c == quote else quote
-        elif c in "\"'":
-            quote = c
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-            if depth == 0:
-                return i + 1
-    return None
 
 
 def _call(node: ast.expr) -> Call:

@@ -8,11 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmc.runtime.constraints.grammars import json_rule, literal
-from llmc.runtime.tool_calls.base import Call, Taken, ToolFormat, Tools, function, parsed, repeated
+from llmc.runtime.tool_calls.base import (
+    Source,
+    Steps,
+    ToolDelta,
+    ToolFormat,
+    Tools,
+    cut_off,
+    function,
+    more,
+    parsed,
+    repeated,
+    skip,
+)
 
-END = "</tool_call>"
-SHAPE = re.compile(r"<tool_call>\s*<function=([^>\n]+)>\s*(.*?)</function>\s*</tool_call>\Z", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+END, FUNCTION_END = "</tool_call>", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+HEAD = re.compile(rf"<tool_call>\s*<function=([^<>\n]+)>\s*(?={PARAMETER}|{FUNCTION_END})")
+MAYBE = re.compile(r"<tool_call>\s*(?:<[^<>\n]*(?:>\s*(?:<[^<>\n]*)?)?)?\Z")
+KEY = re.compile(r"([^>\n]+)>(?:\n|(?=[^\n]))")
+MAYBE_KEY = re.compile(r"[^>\n]*>?\Z")
 
 
 class Qwen3Coder(ToolFormat):
@@ -20,28 +35,32 @@ class Qwen3Coder(ToolFormat):
 
     name = "qwen3_coder"
     openings = ("<tool_call>",)
-    ends = ">"
 
     def fits(self, template: str) -> bool:
         """See ToolFormat."""
         return "<function=" in template and "<parameter=" in template
 
-    def take(self, text: str, tools: Tools, *, final: bool) -> Taken | None:
-        """See ToolFormat."""
-        end = text.find(END)
-        if end < 0:
-            return None
-        match = SHAPE.match(text[: end + len(END)])
-        arguments = None if match is None else self._arguments(match[1], match[2], tools)
-        if match is None or arguments is None:
-            return Taken(len(self.openings[0]))
-        return Taken(end + len(END), (Call(match[1], json.dumps(arguments, ensure_ascii=False)),))
-
-    def _arguments(self, name: str, body: str, tools: Tools) -> dict[str, Any] | None:
-        schemas = next((schema for n, schema in map(function, tools) if n == name), {})
-        if PARAMETER.sub("", body).strip():
-            return None
-        return {key: _value(text, schemas.get("properties", {}).get(key)) for key, text in PARAMETER.findall(body)}
+    def read(self, source: Source, tools: Tools) -> Steps[None]:
+        """See ToolFormat: texts are given as they come, other values when they end."""
+        while (match := HEAD.match(source.held)) is None:
+            if not MAYBE.match(source.held) or not (yield from more(source)):
+                return
+        source.take(match.end())
+        yield ToolDelta(name=match[1], arguments="{")
+        schema = next((schema for name, schema in map(function, tools) if name == match[1]), {})
+        comma = ""
+        while (mark := (yield from skip(source, PARAMETER, FUNCTION_END))) == PARAMETER:
+            while (key := KEY.match(source.held)) is None:
+                if not MAYBE_KEY.match(source.held) or not (yield from more(source)):
+                    return
+            source.take(key.end())
+            yield ToolDelta(arguments=f"{comma}{_json(key[1])}: ")
+            if not (yield from _value(source, schema.get("properties", {}).get(key[1]))):
+                return
+            comma = ", "
+        if mark == FUNCTION_END:
+            yield ToolDelta(arguments="}")
+            yield from skip(source, END)
 
     def grammar(self, tools: Tools, token: Callable[[str], str], *, several: bool) -> str:
         """See ToolFormat."""
@@ -63,12 +82,29 @@ def _is_text(schema: Any) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string" and "enum" not in schema
 
 
-def _value(text: str, schema: Any) -> Any:
-    """Strings are written as they are, anything else as JSON."""
-    if isinstance(schema, Mapping) and schema.get("type") == "string":
-        return text
-    value = parsed(text)
-    return text if value is None and text.strip() != "null" else value
+def _value(source: Source, schema: Any) -> Steps[bool]:
+    """Give a value: strings are written as they are, anything else as JSON; False: it does not end."""
+    is_string = isinstance(schema, Mapping) and schema.get("type") == "string"
+    if is_string:
+        yield ToolDelta(arguments='"')
+    while (end := source.held.find(PARAMETER_END)) < 0:
+        if is_string and (size := len(source.held) - cut_off(source.held, PARAMETER_END, "\n" + PARAMETER_END)):
+            yield ToolDelta(arguments=_json(source.take(size))[1:-1])
+        if not (yield from more(source)):
+            source.held = ""
+            return False
+    text = source.take(end).removesuffix("\n")
+    source.take(len(PARAMETER_END))
+    if is_string:
+        yield ToolDelta(arguments=_json(text)[1:])
+    else:
+        value = parsed(text)
+        yield ToolDelta(arguments=_json(text if value is None and text.strip() != "null" else value))
+    return True
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 FORMAT = Qwen3Coder()

@@ -45,7 +45,7 @@ from llmc.runtime.server.models import Models
 from llmc.runtime.server.protocol import protocol_class
 from llmc.runtime.server.settings import Keys, Settings
 from llmc.runtime.tokenizer import Tokenizer
-from llmc.runtime.tool_calls.base import ToolCallParser
+from llmc.runtime.tool_calls.base import ToolCallParser, joined
 from llmc.runtime.tool_calls.choice import FORMATS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -176,11 +176,8 @@ def tools(data: bytes) -> None:
 
     def parse(pieces: list[str]) -> tuple[str, list[Any]]:
         parser = ToolCallParser(FORMATS[name], TOOLS)
-        deltas = [d for piece in pieces for d in parser.feed(piece)] + parser.finish()
-        calls = [(d.call.name, d.call.arguments) for d in deltas if d.call is not None]
-        for _, arguments in calls:
-            assert isinstance(json.loads(arguments), dict)
-        return "".join(d.text for d in deltas), calls
+        rest, calls = joined([d for piece in pieces for d in parser.feed(piece)] + parser.feed("", final=True))
+        return rest, [(call.name, call.arguments) for call in calls]
 
     whole = parse([text])
     assert parse([text[i : i + size] for i in range(0, len(text), size)]) == whole

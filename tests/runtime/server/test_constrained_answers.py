@@ -123,6 +123,90 @@ def test_calls(client: openai.OpenAI, choice: Any) -> None:
     assert reason == "tool_calls"
 
 
+CALL = '<tool_call>\n{"name": "now", "arguments": {"a": 1, "b": "x { \\" é"}}\n</tool_call>'
+ARGUMENTS = '{"a": 1, "b": "x { \\" é"}'
+WRITTEN: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, str]], str]] = {
+    "a call": (CALL, {}, "", [("now", ARGUMENTS)], "tool_calls"),
+    "two calls in text": (
+        f"Hm.\n{CALL}\n{CALL.replace('now', 'then')} Well.",
+        {},
+        "Hm.\nWell.",
+        [("now", ARGUMENTS), ("then", ARGUMENTS)],
+        "tool_calls",
+    ),
+    "one of them": (CALL + CALL, {"parallel_tool_calls": False}, "", [("now", ARGUMENTS)], "tool_calls"),
+    "another order": (
+        f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "now"}}</tool_call>',
+        {},
+        "",
+        [("now", ARGUMENTS)],
+        "tool_calls",
+    ),
+    "no call": ("<tool_call>{'name': 1}</tool_call> <tool", {}, "<tool_call>{'name': 1}</tool_call> <tool", [], "stop"),
+    "no arguments": (CALL.replace("1,", ","), {}, "", [("now", ARGUMENTS.replace("1,", ","))], "tool_calls"),
+    "a stop string": (CALL, {"stop": ["x {"]}, "", [("now", '{"a": 1, "b": "')], "tool_calls"),
+    "a limit": (CALL, {"max_tokens": 50}, "", [("now", '{"a": 1, "')], "length"),
+    "a limit before": (CALL, {"max_tokens": 20}, CALL[:21], [], "length"),
+}
+
+
+def collected(chunks: Any, choices: int = 1) -> list[tuple[str, list[tuple[str, str]], str, int]]:
+    """Of a stream, for each choice: text, calls, reason, and in how many pieces arguments came."""
+    texts, calls, reasons = [""] * choices, [list[list[str]]() for _ in range(choices)], [""] * choices
+    pieces = [0] * choices
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        i = choice.index
+        texts[i] += choice.delta.content or ""
+        reasons[i] = choice.finish_reason or reasons[i]
+        for part in choice.delta.tool_calls or ():
+            if part.index == len(calls[i]):
+                assert part.id.startswith("call_") and part.type == "function"
+                calls[i].append([part.function.name, ""])
+            else:
+                assert part.index == len(calls[i]) - 1 and part.id is part.type is part.function.name is None
+                pieces[i] += 1
+            calls[i][-1][1] += part.function.arguments
+    return [(t, [(n, a) for n, a in c], r, p) for t, c, r, p in zip(texts, calls, reasons, pieces, strict=True)]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_calls_in_pieces(client: openai.OpenAI, case: str) -> None:
+    """The arguments come as the model writes them; joined, they are those of the whole answer."""
+    written, extra, text, calls, reason = WRITTEN[case]
+    options: dict[str, Any] = {"model": "script", "messages": USER, "tools": TOOLS, "temperature": 0} | extra
+    options["extra_body"] = {"guided_choice": [written]}
+    (choice,) = client.chat.completions.create(**options).choices
+    found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+    assert (choice.message.content or "", found, choice.finish_reason) == (text, calls, reason)
+    ((*streamed, pieces),) = collected(client.chat.completions.create(stream=True, **options))
+    assert streamed == [text, calls, reason]
+    assert pieces > 5 * len(calls) or case == "another order" or not calls
+
+
+def test_calls_of_several_choices_at_once(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "script", "messages": USER, "tools": TOOLS, "n": 4, "temperature": 2, "seed": 2}
+    expression = r'(Hm|<tool_call>\{"name": "(now|then)", "arguments": \{"a": [0-9]{6}\}\}</tool_call>)'
+    options["extra_body"] = {"guided_regex": expression}
+    whole = [
+        (c.message.content or "", [(t.function.name, t.function.arguments) for t in c.message.tool_calls or ()])
+        for c in client.chat.completions.create(**options).choices
+    ]
+    streamed = collected(client.chat.completions.create(stream=True, **options), 4)
+    assert [(text, calls) for text, calls, *_ in streamed] == whole
+    assert len({str(calls) for _, calls in whole}) > 1
+
+
+def test_the_clients_own_stream_of_calls(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    with client.chat.completions.stream(
+        model="script", messages=USER, tools=tools, temperature=0, extra_body={"guided_choice": [CALL]}
+    ) as stream:
+        deltas = [e.arguments_delta for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert "".join(deltas) == call.function.arguments == ARGUMENTS and len(deltas) > 5
+
+
 def test_tools_that_are_not_called(client: openai.OpenAI, live: Any) -> None:
     history: list[Any] = [
         {
