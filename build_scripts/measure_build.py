@@ -3,7 +3,7 @@
     python build_scripts/measure_build.py MODEL                 a model directory or GGUF file
     python build_scripts/measure_build.py --shape llama7b       a synthetic checkpoint of that shape, in sparse shards
 
-The bound: twice the largest tensor + 512 MiB. Prints one JSON object; exit status 3 if the bound is broken.
+The bound is what `llmc build --dry-run` tells. Prints one JSON object; exit status 3 if the bound is broken.
 """
 
 import json
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -77,20 +78,16 @@ def _tensors(config: object) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def largest_tensor(model: Path) -> int:
-    """Bytes of the largest tensor of a model."""
-    from llmc.compiler.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint.open(model)
-    return max(checkpoint.weight(name).nbytes for name in checkpoint.names)
-
-
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="Make a synthetic checkpoint instead.")
 @click.option("--quant", default="none", show_default=True, help="As of `llmc build`.")
+@click.option("--kv-dtype", default="auto", show_default=True, help="As of `llmc build`.")
+@click.option("--calib", help="As of `llmc build`.")
+@click.option("--calib-samples", type=int, default=0, help="As of `llmc build`.")
+@click.option("--calib-length", type=int, help="As of `llmc build`.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder for what is made; default: a temporary one.")
-def main(model: Path | None, shape: str | None, quant: str, work: Path | None) -> None:
+def main(model: Path | None, shape: str | None, quant: str, kv_dtype: str, work: Path | None, **given: Any) -> None:
     """Build once and report."""
     import onnx_ir  # noqa: F401 - these are the imports that are not counted
     import torch._dynamo  # noqa: F401
@@ -98,6 +95,7 @@ def main(model: Path | None, shape: str | None, quant: str, work: Path | None) -
 
     from llmc.compiler.api import build_engine
     from llmc.compiler.config import BuildConfig
+    from llmc.compiler.progress import Progress
 
     folder = Path(tempfile.mkdtemp(dir=work))
     try:
@@ -106,18 +104,25 @@ def main(model: Path | None, shape: str | None, quant: str, work: Path | None) -
             write_sparse_model(shape, model)
         if model is None:
             raise click.UsageError("give MODEL or --shape")
-        largest = largest_tensor(model)
-        before = peak_rss()
+        calibration = {name: value for name, value in given.items() if value}
+        longest = 2048 if shape is None else 4096
+        config = BuildConfig(max_seq_len=longest, quantization=quant, kv_dtype=kv_dtype, **calibration)
+        before, used = peak_rss(), time.process_time()
         start = time.monotonic()
-        build_engine(model, folder / "engine", BuildConfig(max_seq_len=4096, quantization=quant))
+        with Progress() as progress:
+            built = build_engine(model, folder / "engine", config, progress=progress)
         result = {
             "model": shape or model.name,
             "quant": quant,
+            "kv_dtype": kv_dtype,
+            **calibration,
             "seconds": round(time.monotonic() - start, 1),
+            "cpu_seconds": round(time.process_time() - used, 1),
+            "steps": {name: round(seconds, 1) for name, seconds in progress.seconds.items()},
             "imports_mib": before // MIB,
             "peak_above_imports_mib": (peak_rss() - before) // MIB,
             "peak_mib": peak_rss() // MIB,
-            "bound_mib": (2 * largest + 512 * MIB) // MIB,
+            "bound_mib": built.estimate.build_peak_bytes // MIB,
         }
     finally:
         shutil.rmtree(folder)

@@ -30,7 +30,7 @@ from llmc.compiler.quantize.build import predicted, quantized
 from llmc.compiler.quantize.decisions import Planned
 from llmc.compiler.quantize.decisions import plan as plan_quantization
 from llmc.compiler.quantize.imported import Imported, keep_quantized
-from llmc.compiler.quantize.room import work_bytes
+from llmc.compiler.quantize.room import NO_ROOM, Room, room_for
 from llmc.compiler.quantize.samples import calibration_tokens
 from llmc.compiler.quantize.sites import find_sites
 from llmc.compiler.quantize.spend import check_goal
@@ -70,8 +70,8 @@ class Compiled:
     centred: kv_cache.Centred | None = None
     """What a quantized cache holds keys and values without; ``steps`` have it."""
 
-    work_bytes: int = 0
-    """Disk that quantizing takes at most."""
+    room: Room = NO_ROOM
+    """What quantizing takes at most, be it of weights or of the KV cache."""
 
     cuda: CudaModel | None = None
     """For the target cuda: what the engine becomes at the end. All before is for the CPU, which runs it then."""
@@ -80,7 +80,7 @@ class Compiled:
     def estimate(self) -> Estimate:
         """Sizes of the engine, and the memory to run it."""
         lowered = self.lowered if self.cuda is None else self.cuda.lowered
-        return estimate(lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE), self.work_bytes)
+        return estimate(lowered, self.limits, KvCacheSpec(self.kv_dtype, BLOCK_SIZE), self.room)
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class BuildResult:
 
     path: Path
     model: ModelFacts
+    target: str
     limits: Limits
     kv_dtype: str
     estimate: Estimate
@@ -158,6 +159,7 @@ def build_engine(
     return BuildResult(
         path=Path(engine),
         model=contents.model,
+        target=compiled.target.name,
         limits=compiled.limits,
         kv_dtype=compiled.kv_dtype,
         estimate=compiled.estimate,
@@ -245,7 +247,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         kv_dtype,
         planned,
         imported,
-        work_bytes=0 if planned is None or recipe is None else work_bytes(planned, recipe.calibration),
+        room=room_for(planned, last if kv_cache.is_centred(kv_dtype) else None, config.calibration),
         cuda=cuda,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmc.compiler.config import Limits
 from llmc.compiler.lower import LoweredModel
+from llmc.compiler.quantize.room import Room
 from llmc.errors import ResourceError
 from llmc.runtime.engine import kv_bytes_per_token
 from llmc.runtime.manifest import KvCacheSpec
@@ -34,8 +35,8 @@ class Estimate:
     """Disk that quantizing takes beside the engine, at most."""
 
 
-def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, work_bytes: int = 0) -> Estimate:
-    """Exact for weights, arena and KV cache; bounds for the rest."""
+def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, room: Room) -> Estimate:
+    """Exact for weights, arena and KV cache; bounds for the rest. ``room``: what quantizing takes."""
     sizes = [weight.nbytes for weight in lowered.weights.values()]
     per_token = kv_bytes_per_token(lowered.plan, kv_cache)
     return Estimate(
@@ -44,9 +45,9 @@ def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, work_
         arena_bytes=lowered.plan.arena_bytes,
         kv_bytes_per_token=per_token,
         kv_bytes_per_sequence=per_token * limits.max_seq_len,
-        build_peak_bytes=2 * max(sizes) + BUILD_BASE_BYTES,
+        build_peak_bytes=max(2 * max(sizes), room.memory) + BUILD_BASE_BYTES,
         disk_bytes=sum(sizes) + OTHER_FILES_BYTES,
-        work_bytes=work_bytes,
+        work_bytes=room.disk,
     )
 
 

@@ -84,6 +84,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         "bits_per_weight": result.report.get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "goal": result.report.get("quantization", {}).get("goal"),
         "kv_dtype": result.kv_dtype,
+        "target": result.target,
         "medusa": result.report.get("medusa", {}).get("shown"),
         "medusa_expected": result.report.get("medusa", {}).get("expected"),
         "limits": asdict(result.limits),

@@ -16,6 +16,7 @@ from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, St
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import option
 from llmc.quantization.rounding import (
+    SEARCH_ROWS,
     IntegerMethod,
     fit,
     join_groups,
@@ -76,9 +77,12 @@ class Awq(IntegerMethod):
 
     def _weight_means(self, weight: FloatArray) -> FloatArray:
         """The mean [K] over rows of |w| as a share of the largest of its group."""
-        groups = np.abs(split_groups(weight, self.weights.group))
-        shares = groups / np.maximum(groups.max(-1, keepdims=True), np.float32(1e-30))
-        return join_groups(shares.mean(0, dtype=np.float64), weight.shape[1]).astype(np.float32)
+        sums: npt.NDArray[np.float64] | float = 0.0
+        for start in range(0, len(weight), SEARCH_ROWS):
+            groups = np.abs(split_groups(weight[start : start + SEARCH_ROWS], self.weights.group))
+            groups /= np.maximum(groups.max(-1, keepdims=True), np.float32(1e-30))
+            sums = sums + groups.sum(0, dtype=np.float64)
+        return join_groups(np.asarray(sums / len(weight)), weight.shape[1]).astype(np.float32)
 
     def _loss(self, weight: FloatArray, scale: FloatArray | None, rows: FloatArray, square: FloatArray | None) -> float:
         """The squared error of the outputs of the rows; ``square``: the sum of x x^T, where that is smaller."""

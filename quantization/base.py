@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -79,6 +79,11 @@ class Quantized:
     codes: CodeArray
     scale: FloatArray
     zero: CodeArray | FloatArray | None = None
+
+    def rows(self, begin: int, end: int) -> Quantized:
+        """Some of the rows."""
+        zero = None if self.zero is None else self.zero[begin:end]
+        return replace(self, codes=self.codes[begin:end], scale=self.scale[begin:end], zero=zero)
 
     def dequantize(self) -> FloatArray:
         """The weights [rows, columns] that the codes stand for, each step rounded to float32.
@@ -171,7 +176,7 @@ class Method(ABC):
     @property
     def row_block(self) -> int | None:
         """How many rows are rounded together, so that a weight may be quantized in pieces of so many; None: all."""
-        return 1 if self.needs is Statistics.NONE else None
+        return None if self.needs is Statistics.HESSIAN else 1
 
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None

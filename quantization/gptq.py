@@ -21,14 +21,20 @@ from llmc.quantization.rounding import (
     Grid,
     IntegerMethod,
     fit,
+    join_rows,
     round_to_nearest,
     search_clip,
     split_groups,
     to_quantized,
 )
 
-_BLOCK = 128  # columns whose errors are carried on to the rest at once
 _MOST_DAMPING = 1e3
+
+BLOCK = 128
+"""Columns whose errors are carried on to the rest at once, and of the Hessian's factor that are made at once."""
+
+ROWS_BYTES = 32 << 20
+"""Of a weight in float32, that are rounded at a time: what that takes is a multiple of them."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,25 @@ class Gptq(IntegerMethod):
             diagonal = np.diagonal(inputs.hessian).astype(np.float64)
             order = np.argsort(-diagonal, kind="stable") if self.act_order else np.arange(len(diagonal))
             carried, damping = factorize(inputs.hessian, order, self.damping, name)
-            grid = self._grids(split_groups(weight, self.weights.group), diagonal)
-            codes = self._round(weight, grid, carried, order)
+            step = max(1, ROWS_BYTES // (4 * weight.shape[1]))
+            parts = [
+                self._rows(weight[start : start + step], diagonal, carried, order)
+                for start in range(0, len(weight), step)
+            ]
         notes: Notes = {"damping": damping, "dead_columns": int(np.count_nonzero(diagonal == 0))}
-        return to_quantized(split_groups(codes, self.weights.group), grid, self.weights, weight.shape[1]), notes
+        return join_rows(parts), notes
+
+    def _rows(
+        self,
+        weight: FloatArray,
+        diagonal: npt.NDArray[np.float64],
+        carried: FloatArray,
+        order: npt.NDArray[np.int64],
+    ) -> Quantized:
+        """Some rows: what becomes of a row does not depend on others."""
+        grid = self._grids(split_groups(weight, self.weights.group), diagonal)
+        codes = self._round(weight, grid, carried, order)
+        return to_quantized(split_groups(codes, self.weights.group), grid, self.weights, weight.shape[1])
 
     def _grids(self, groups: FloatArray, diagonal: npt.NDArray[np.float64]) -> Grid:
         """The grids of all groups [N, G], chosen before any column is rounded."""
@@ -73,8 +94,8 @@ class Gptq(IntegerMethod):
         errors = np.zeros_like(weights)
         codes = np.empty_like(weights)
         highest = np.float32((1 << self.bits) - 1)
-        for start in range(0, columns, _BLOCK):
-            stop = min(start + _BLOCK, columns)
+        for start in range(0, columns, BLOCK):
+            stop = min(start + BLOCK, columns)
             wanted = weights[start:stop] + carried[:start, start:stop].T @ errors[:start]
             for i in range(start, stop):
                 scale, zero = scales[group_of[i]], zeros[group_of[i]]
@@ -92,23 +113,48 @@ def factorize(
     """V_ji / V_ii, for V upper triangular with V V^T = H + damping * mean diagonal, and the damping that it took.
 
     Rows and columns of H are taken in the given order. If it is not positive definite, which sums of rounded products
-    need not be, the damping is raised tenfold. Needs the memory of three matrices in float64.
+    need not be, the damping is raised tenfold. Needs the memory of one matrix in float64, which holds the result too.
     """
     mean = float(np.diagonal(hessian).mean()) or 1.0
-    backward = order[::-1]  # LAPACK's factor is lower triangular; that of the matrix read backward is upper
+    matrix = np.empty(hessian.shape, np.float64)
     while damping <= _MOST_DAMPING:
-        damped = hessian[np.ix_(backward, backward)].astype(np.float64)
-        damped[np.diag_indices_from(damped)] += damping * mean
+        for i, row in enumerate(order):
+            matrix[i] = hessian[row][order]
+        matrix[np.diag_indices_from(matrix)] += damping * mean
         try:
-            factor = np.linalg.cholesky(damped)[::-1, ::-1]
+            _upper_factor(matrix)
         except np.linalg.LinAlgError:
             damping *= 10
             continue
-        del damped
-        carried = np.ascontiguousarray(factor, np.float32)
-        carried /= np.diagonal(factor).astype(np.float32)
-        return carried, damping
+        return _divided(matrix), damping
     raise CompileError(
         f"{name}: the Hessian of its inputs is not positive definite whatever the damping; the calibration is broken: "
         "use another calibration text, or another method for this layer"
     )
+
+
+def _upper_factor(matrix: npt.NDArray[np.float64]) -> None:
+    """A symmetric matrix becomes V in place, upper triangular, with V V^T the matrix: column by column from the last.
+
+    Raises:
+        LinAlgError: it is not positive definite.
+    """
+    for end in range(len(matrix), 0, -BLOCK):
+        start = max(0, end - BLOCK)
+        strip = matrix[:end, start:end]
+        if end < len(matrix):
+            strip -= matrix[:end, end:] @ matrix[start:end, end:].T
+        square = np.linalg.cholesky(strip[start:][::-1, ::-1])[::-1, ::-1]  # LAPACK's is lower; read backward, upper
+        strip[start:] = square
+        if start:
+            strip[:start] = np.linalg.solve(square, strip[:start].T).T
+        matrix[end:, start:end] = 0
+
+
+def _divided(factor: npt.NDArray[np.float64]) -> FloatArray:
+    """V_ji / V_ii in float32, in the first half of the memory of V."""
+    diagonal = np.diagonal(factor).astype(np.float32)
+    found: FloatArray = factor.reshape(-1).view(np.float32)[: factor.size].reshape(factor.shape)
+    for i, row in enumerate(factor):  # row i of the result ends where row i // 2 of V does, or before
+        found[i] = row.astype(np.float32) / diagonal
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,11 @@ def join_groups(values: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
     return values.reshape(*values.shape[:-2], -1)[..., :columns]
 
 
-def spread_rows(weight: FloatArray, most: int = SEARCH_ROWS) -> FloatArray:
-    """At most so many rows of a weight [N, K], evenly spread."""
-    if len(weight) <= most:
+def spread_rows(weight: FloatArray) -> FloatArray:
+    """At most SEARCH_ROWS rows of a weight [N, K], evenly spread."""
+    if len(weight) <= SEARCH_ROWS:
         return weight
-    return weight[np.arange(most) * len(weight) // most]
+    return weight[np.arange(SEARCH_ROWS) * len(weight) // SEARCH_ROWS]
 
 
 def fit(groups: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | np.float32 | float = 1.0) -> Grid:
@@ -134,6 +135,17 @@ def to_quantized(codes: npt.NDArray[Any], grid: Grid, scheme: Scheme, columns: i
     whole: CodeArray = np.ascontiguousarray(join_groups(codes, columns).astype(np.uint8))
     zero = None if scheme.symmetric else grid.zero.astype(np.uint8)
     return Quantized(scheme.format, scheme.group, columns, whole, grid.scale, zero)
+
+
+def join_rows(parts: Sequence[Quantized]) -> Quantized:
+    """Rows of one weight, part after part."""
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return replace(
+        parts[0],
+        codes=np.concatenate([part.codes for part in parts]),
+        scale=np.concatenate([part.scale for part in parts]),
+        zero=np.concatenate(zeros) if zeros else None,
+    )
 
 
 def round_to_nearest(weight: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | float = 1.0) -> Quantized:

@@ -77,7 +77,7 @@ class SmoothQuant(Method):
         if not inputs.count:
             return None
         x_max = _tied_max(inputs.max_abs, tie)
-        w_max = _tied_max(np.abs(weight).max(0), tie)
+        w_max = _tied_max(np.maximum(weight.max(0), -weight.min(0)), tie)
         if not self.search:
             return _factors(x_max, w_max, self.alpha)
         best: FloatArray | None = None

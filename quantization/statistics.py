@@ -60,8 +60,11 @@ class InputCollector:
         mean_abs = (self._sum_abs / count).astype(np.float32)
         hessian = self._hessian
         if hessian is not None:
-            hessian = np.triu(hessian)
-            hessian += np.triu(hessian, 1).T
+            for start in range(0, len(hessian), _TILE):  # in place: a copy would double the memory of a layer
+                rows = slice(start, start + _TILE)
+                hessian[rows, :start] = hessian[:start, rows].T
+                square = hessian[rows, rows]
+                square[...] = np.triu(square) + np.triu(square, 1).T
             hessian /= np.float32(count)
         return LayerInputs(self.count, mean_abs, self._max_abs, self._rows, hessian)
 

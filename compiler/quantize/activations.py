@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from llmc.compiler.staging import disk_errors
 
-MEMORY_BYTES = 1 << 30
-"""Activations are kept in memory up to so many bytes; what comes on top goes to files."""
+MEMORY_BYTES = 256 << 20
+"""Activations are kept in memory up to so many bytes; what comes on top goes to files, which a machine with room keeps
+in its page cache: more here makes no build quicker."""
 
 FILES = "activations"
 STATE = "state.json"
@@ -26,7 +27,8 @@ class Activations:
     Args:
         folder: for the files; it exists.
         chunks: how many there are.
-        limit: bytes that may be in memory.
+        limit: bytes that may be in memory. A buffer is there with all chunks, which are no larger than the first one
+            that is put, or in a file.
     """
 
     def __init__(self, folder: Path, chunks: int, limit: int = MEMORY_BYTES) -> None:
@@ -34,9 +36,12 @@ class Activations:
         self._chunks = chunks
         self._limit = limit
         self._memory: dict[str, list[NDArray[Any] | None]] = {}
+        self._reserved: dict[str, int] = {}
         self._files: dict[str, _File] = {}
         self._bytes = 0
         self._count = 0
+        self.most = 0
+        """Bytes that were in memory at a time, at most."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -64,17 +69,19 @@ class Activations:
         """
         if name not in self._files and name not in self._memory:
             expected = array.nbytes * self._chunks
-            if self._bytes + expected > self._limit:
+            if sum(self._reserved.values()) + expected > self._limit:
                 self._folder.mkdir(exist_ok=True)
                 self._count += 1
                 self._files[name] = _File(self._folder / f"{self._count}.bin", self._chunks)
             else:
-                self._memory[name] = [None] * self._chunks
+                self._memory[name], self._reserved[name] = [None] * self._chunks, expected
         if name in self._files:
             self._files[name].write(chunk, array)
             return
+        assert array.nbytes * self._chunks <= self._reserved[name], f"{name}: chunk {chunk} is larger than the first"
         before = self._memory[name][chunk]
         self._bytes += array.nbytes - (0 if before is None else before.nbytes)
+        self.most = max(self.most, self._bytes)
         self._memory[name][chunk] = array
 
     def drop(self, name: str) -> None:
@@ -82,6 +89,7 @@ class Activations:
         if name in self._files:
             self._files.pop(name).remove()
         else:
+            del self._reserved[name]
             self._bytes -= sum(array.nbytes for array in self._memory.pop(name) if array is not None)
 
     def clear(self) -> None:

@@ -134,7 +134,8 @@ class _Choice:
         name = f"scale of {members[0].name}"
         record = self._work.find(name)
         if record is None:
-            stacked = np.concatenate([self._rows(member) for member in members])
+            rows = [self._rows(member) for member in members]
+            stacked = rows[0] if len(rows) == 1 else np.concatenate(rows)
             inputs = self._work.inputs(self._inputs(members[0]), ALL)
             label = " + ".join(member.label for member in members)
             scale = self._planned.method(members[0]).input_scale(stacked, inputs, name=label, tie=producer.tie)

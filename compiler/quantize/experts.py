@@ -18,8 +18,8 @@ from llmc.runtime.plan import Attribute
 FEW_TOKENS = 256
 """An expert that saw fewer tokens is given a sample of all of them besides its own."""
 
-GROUP_BYTES = 1 << 30
-"""Statistics of so many experts are collected in one go."""
+GROUP_BYTES = 256 << 20
+"""Statistics of as many experts as this holds are collected in one go; of one at least."""
 
 SAMPLE_ROWS = 1024
 """Rows that a collector holds, about."""

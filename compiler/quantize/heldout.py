@@ -21,9 +21,6 @@ from llmc.runtime.batch import Batch
 SHARE, MOST = 8, 16
 """One window of so many is held out, and at most so many of them."""
 
-STRETCH = 16
-"""Steps whose weights are in memory together."""
-
 LOGIT_BYTES = 128 << 20
 """Logits of a window are looked at in so much memory: of large vocabularies not at each of its tokens."""
 
@@ -68,8 +65,7 @@ def perplexity(
     chunks = [_with_rows(make_chunks([window])[0], rows) for window in tokens]
     interpreter = Interpreter(graph, chunks, Stored(graph), Activations(work.path, len(chunks)), threads)
     last = len(interpreter.steps) - 1
-    for begin in range(0, last, STRETCH):
-        end = min(last, begin + STRETCH)
+    for begin, end in interpreter.stretches(0, last):
         interpreter.run(begin, end)
         advance(end - begin)
     found = [

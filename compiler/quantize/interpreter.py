@@ -28,6 +28,12 @@ BLOCK_SIZE = 16
 SMALL_BYTES = 1 << 20
 """Weights up to this size stay loaded: norms, biases, tables."""
 
+CHUNK_TOKENS = 2048
+"""Of a chunk, unless one sample has more."""
+
+STRETCH_BYTES = 256 << 20
+"""Weights that are loaded together, at most, unless one step has more."""
+
 Watcher = Callable[[int, Sequence[NDArray[Any] | None]], None]
 """Is given the number of a chunk and the inputs of the step that it watches (weights as None)."""
 
@@ -48,7 +54,7 @@ class Weights:
         raise NotImplementedError
 
 
-def make_chunks(samples: Sequence[NDArray[np.int32]], tokens: int = 2048) -> list[Batch]:
+def make_chunks(samples: Sequence[NDArray[np.int32]], tokens: int = CHUNK_TOKENS) -> list[Batch]:
     """Samples as packed sequences, in chunks of at least one sample and up to so many tokens."""
     chunks: list[Batch] = []
     waiting: list[NDArray[np.int32]] = []
@@ -100,6 +106,7 @@ class Interpreter:
         self.steps = own_keys(graph.steps)
         self.chunks = chunks
         self.activations = activations
+        self._sizes = {name: tensor.nbytes for name, tensor in graph.weights.items()}
         self._slots = graph.kv_slots
         self._logits = graph.logits
         self._weights = weights
@@ -110,6 +117,22 @@ class Interpreter:
 
     def run(self, begin: int, end: int) -> None:
         """Run the steps ``begin`` to ``end`` (exclusive) over all chunks."""
+        for first, last in self.stretches(begin, end):
+            self._run_stretch(first, last)
+
+    def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Steps whose weights fit in memory together, as ranges."""
+        names: set[str] = set()
+        for position in range(begin, end):
+            own = self._loads(self.steps[position])
+            if names and sum(self._sizes[name] for name in names | own) > STRETCH_BYTES:
+                yield begin, position
+                begin, names = position, set()
+            names |= own
+        if begin < end:
+            yield begin, end
+
+    def _run_stretch(self, begin: int, end: int) -> None:
         loaded = self._load(self.steps[begin:end])
         incoming = self._crossing(begin)
         outgoing = self._crossing(end)
@@ -168,19 +191,22 @@ class Interpreter:
     def _load(self, steps: Sequence[LoweredStep]) -> dict[str, NDArray[Any]]:
         """The weights of steps, but for tables of which rows can be read."""
         loaded: dict[str, NDArray[Any]] = {}
-        for step in steps:
-            for index, view in enumerate(step.inputs):
-                if view is None or view.buffer.storage is not Storage.WEIGHT:
-                    continue
-                if step.op == "embedding" and index == 1 and self._weights.is_table(view.buffer.name):
-                    continue  # a table may be the largest weight: only the rows that are asked for are read
-                name = view.buffer.name
-                if name in loaded:
-                    continue
-                loaded[name] = array = self._small[name] if name in self._small else self._weights.load(name)
-                if array.nbytes <= SMALL_BYTES:
-                    self._small[name] = array
+        for name in sorted({name for step in steps for name in self._loads(step)}):
+            loaded[name] = array = self._small[name] if name in self._small else self._weights.load(name)
+            if array.nbytes <= SMALL_BYTES:
+                self._small[name] = array
         return loaded
+
+    def _loads(self, step: LoweredStep) -> set[str]:
+        """The weights that a step needs whole."""
+        return {
+            view.buffer.name
+            for index, view in enumerate(step.inputs)
+            if view is not None
+            and view.buffer.storage is Storage.WEIGHT
+            # a table may be the largest weight: only the rows that are asked for are read
+            and not (step.op == "embedding" and index == 1 and self._weights.is_table(view.buffer.name))
+        }
 
     def _run_step(
         self,

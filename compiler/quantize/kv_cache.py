@@ -25,10 +25,11 @@ from llmc.compiler.lowering.values import View
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.activations import Activations
 from llmc.compiler.quantize.build import describe, thread_count
-from llmc.compiler.quantize.interpreter import Interpreter, Weights, make_chunks
+from llmc.compiler.quantize.interpreter import Interpreter, make_chunks
+from llmc.compiler.quantize.loader import Stored
 from llmc.compiler.quantize.sites import stored_view
 from llmc.compiler.safetensors_writer import Tensor
-from llmc.compiler.weights import Array, numpy_dtype
+from llmc.compiler.weights import Array
 from llmc.errors import CompileError
 from llmc.plugins import all_ops, kernels
 from llmc.plugins.paged_attention.storage import QUANTIZED
@@ -135,7 +136,7 @@ def _measure(
     found: dict[int, _Moments] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         activations = Activations(Path(scratch), len(chunks))
-        interpreter = Interpreter(graph, chunks, _Stored(graph), activations, threads)
+        interpreter = Interpreter(graph, chunks, Stored(graph), activations, threads)
         positions = [n for n, step in enumerate(interpreter.steps) if step.op == "paged_attention"]
         progress.step("measuring keys", positions[-1] if positions else 0, "steps")
         begin = 0
@@ -212,24 +213,3 @@ def _scale(weight: NDArray[np.float64], deviation: NDArray[np.float64]) -> Float
     s = np.sqrt(np.maximum(weight, least) / np.maximum(deviation, least))
     s /= np.exp(np.log(s).mean(-1, keepdims=True))
     return np.clip(s, 1 / REACH, REACH).astype(np.float32)
-
-
-class _Stored(Weights):
-    """The tensors of a graph as they will be written."""
-
-    def __init__(self, graph: LoweredGraph) -> None:
-        self._graph = graph
-
-    def load(self, name: str) -> NDArray[Any]:
-        """See Weights."""
-        tensor = self._graph.weights[name]
-        whole = np.concatenate([np.ascontiguousarray(c).reshape(-1).view(np.uint8) for c in tensor.chunks()])
-        return whole.view(numpy_dtype(tensor.dtype)).reshape(tensor.shape)
-
-    def is_table(self, name: str) -> bool:
-        """Never: see ``table_rows``."""
-        return False
-
-    def table_rows(self, name: str, ids: NDArray[np.int64]) -> Floats:
-        """Tables are loaded whole, since nothing else of the build needs its memory by now."""
-        raise AssertionError(f"{name} is loaded whole")

@@ -14,6 +14,7 @@ from llmc.compiler.quantize.interpreter import Weights
 from llmc.compiler.quantize.pack import dequantized, pieces
 from llmc.compiler.quantize.sites import Site, unrounded
 from llmc.compiler.quantize.work import Record, Work
+from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.weights import numpy_dtype
 from llmc.plugins.linear import packing as panels
 from llmc.quantization.base import Method
@@ -33,17 +34,20 @@ class Loader(Weights):
         weight = self.graph.weights[name]
         site, record = self._record(name)
         if site is None or record is None:
-            return np.concatenate([chunk.reshape(-1) for chunk in weight.chunks()]).reshape(weight.shape)
-        if site.experts is None:
-            return self._pack(dequantized(site, record, self._work))
-        return np.stack([self._pack(dequantized(site, record, self._work, e)) for e in range(site.experts)])
+            return whole(weight)
+        found = np.empty(weight.shape, self._dtype)
+        for expert in [None] if site.experts is None else range(site.experts):
+            self._fill(found if expert is None else found[expert], dequantized(site, record, self._work, expert))
+        return found
 
     def expert(self, name: str, expert: int) -> NDArray[Any]:
         """One matrix of several, packed."""
         weight = self.graph.weights[name]
         site, record = self._record(name)
         if site is not None and record is not None:
-            return self._pack(dequantized(site, record, self._work, expert))
+            found = np.empty(weight.shape[1:], self._dtype)
+            self._fill(found, dequantized(site, record, self._work, expert))
+            return found
         assert isinstance(weight, PackedWeight), "a weight of the checkpoint"
         return panels.pack(weight.source.rows(expert, expert + 1)[0])
 
@@ -71,8 +75,13 @@ class Loader(Weights):
         site = self._quantized.get(name)
         return site, None if site is None else self._work.find(name)
 
-    def _pack(self, matrix: NDArray[np.float32]) -> NDArray[Any]:
-        return panels.pack(matrix.astype(self._dtype))
+    def _fill(self, packed: NDArray[Any], pieces: Iterator[NDArray[np.float32]]) -> None:
+        """Pack rows, which are whole panels but for the last ones."""
+        begin = 0
+        for rows in pieces:
+            made = panels.pack(rows.astype(self._dtype))
+            packed[begin : begin + len(made)] = made
+            begin += len(made)
 
 
 class Rounded(Loader):
@@ -92,9 +101,10 @@ class Rounded(Loader):
         if name not in self._methods:
             return super().load(name)
         site, _ = self._methods[name]
-        experts = [None] if site.experts is None else range(site.experts)
-        matrices = [np.concatenate([self._pack(rows) for rows in self._rows(name, expert)]) for expert in experts]
-        return matrices[0] if site.experts is None else np.stack(matrices)
+        found = np.empty(self.graph.weights[name].shape, self._dtype)
+        for expert in [None] if site.experts is None else range(site.experts):
+            self._fill(found if expert is None else found[expert], self._rows(name, expert))
+        return found
 
     def table_rows(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """See Weights."""
@@ -122,9 +132,7 @@ class Stored(Weights):
 
     def load(self, name: str) -> NDArray[Any]:
         """See Weights."""
-        weight = self._weights[name]
-        data = np.concatenate([np.ascontiguousarray(chunk).reshape(-1).view(np.uint8) for chunk in weight.chunks()])
-        return data.view(numpy_dtype(weight.dtype)).reshape(weight.shape)
+        return whole(self._weights[name])
 
     def is_table(self, name: str) -> bool:
         """See Weights."""
@@ -136,6 +144,18 @@ class Stored(Weights):
         assert isinstance(weight, PackedWeight), "a float table"
         rows = np.concatenate([weight.source.rows(begin, end) for begin, end in _runs(ids)])
         return rows.astype(numpy_dtype(weight.dtype)).astype(np.float32)
+
+
+def whole(tensor: Tensor) -> NDArray[Any]:
+    """A tensor in memory, which is there once even while it is read."""
+    found = np.empty(tensor.shape, numpy_dtype(tensor.dtype))
+    flat, begin = found.reshape(-1).view(np.uint8), 0
+    for chunk in tensor.chunks():
+        data = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+        flat[begin : begin + len(data)] = data
+        begin += len(data)
+    assert begin == len(flat), f"{tensor.name}: {begin} bytes of {len(flat)}"
+    return found
 
 
 def _runs(ids: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -91,10 +91,11 @@ def quantize_site(
             parts: tuple[list[NDArray[Any]], list[NDArray[Any]]] = ([], [])
             for weight, quantized, notes in pieces(site, source, method, given, None if experts is None else expert):
                 errors.notes += [notes] if notes else []
-                rounded = quantized.dequantize()
-                errors.add(weight, rounded)
-                if given is not None and len(given.rows):
-                    errors.add_outputs(weight, rounded, given.rows)
+                for begin, end in row_ranges(*weight.shape):
+                    rounded = quantized.rows(begin, end).dequantize()
+                    errors.add(weight[begin:end], rounded)
+                    if given is not None and len(given.rows):
+                        errors.add_outputs(weight[begin:end], rounded, given.rows)
                 parts[0].append(quantized.scale)
                 if quantized.zero is not None:
                     parts[1].append(quantized.zero)
@@ -121,17 +122,26 @@ def quantize_site(
     return record
 
 
-def dequantized(site: Site, record: Record, work: Work, expert: int | None = None) -> NDArray[np.float32]:
-    """The numbers [rows, columns] that a weight, or one of its experts, stands for."""
+def dequantized(site: Site, record: Record, work: Work, expert: int | None = None) -> Iterator[NDArray[np.float32]]:
+    """The numbers [rows, columns] that a weight, or one of its experts, stands for: some rows after the other."""
     tensors, facts = work.tensors(record), record.facts
 
     def matrix(suffix: str) -> NDArray[Any]:
         return tensors[suffix].read() if expert is None else tensors[suffix].read(expert, expert + 1)[0]
 
-    codes = packing.unpack(facts["format"], facts["group"], matrix(CODES), site.rows, site.columns)
-    scale = packing.unpack_scales(matrix(SCALE), site.rows)
-    zero = packing.unpack_scales(matrix(ZERO), site.rows) if ZERO in tensors else None
-    return packing.dequantize(facts["format"], facts["group"], codes, scale, zero)
+    packed = {suffix: matrix(suffix) for suffix in (CODES, SCALE, ZERO) if suffix in tensors}
+    for begin, end in row_ranges(site.rows, site.columns):
+        panels = slice(begin // packing.PANEL, -(-end // packing.PANEL))
+        codes = packing.unpack(facts["format"], facts["group"], packed[CODES][panels], end - begin, site.columns)
+        scale = packing.unpack_scales(packed[SCALE][panels], end - begin)
+        zero = packing.unpack_scales(packed[ZERO][panels], end - begin) if ZERO in packed else None
+        yield packing.dequantize(facts["format"], facts["group"], codes, scale, zero)
+
+
+def row_ranges(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Whole panels of rows that are looked at together: so many bytes of float32 numbers, not all of a weight."""
+    step = max(1, PANEL_BYTES // (4 * packing.PANEL * columns)) * packing.PANEL
+    return ((begin, min(rows, begin + step)) for begin in range(0, rows, step))
 
 
 def pieces(

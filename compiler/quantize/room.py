@@ -1,18 +1,48 @@
-"""How much disk the folder takes that a quantization works in."""
+"""How much disk the folder takes that a quantization works in, and how much memory quantizing takes."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.quantize.activations import MEMORY_BYTES
 from llmc.compiler.quantize.coverage import predicted_sizes
 from llmc.compiler.quantize.decisions import Planned
-from llmc.compiler.quantize.interpreter import lifetimes, own_keys
-from llmc.compiler.quantize.sensitivity import LENGTH, WINDOWS
+from llmc.compiler.quantize.experts import GROUP_BYTES
+from llmc.compiler.quantize.interpreter import CHUNK_TOKENS, STRETCH_BYTES, lifetimes, own_keys
+from llmc.compiler.quantize.pack import PANEL_BYTES
+from llmc.compiler.quantize.sensitivity import LENGTH, ROWS, WINDOWS
+from llmc.compiler.quantize.sites import Site
 from llmc.compiler.quantize.spend import formats_of, free_layers
 from llmc.compiler.weights import numpy_dtype
-from llmc.quantization.base import Statistics
+from llmc.quantization.base import Method, Statistics
 from llmc.quantization.calibration import MOST_SAMPLES, CalibrationSettings
+from llmc.quantization.gptq import BLOCK, ROWS_BYTES
+from llmc.quantization.rounding import SEARCH_ROWS
 from llmc.quantization.statistics import SAMPLE
+
+COPIES = 8
+"""Of the rows that a method works on, in float32: codes, errors, and what else it makes of them."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes, at most. ``memory``: above Python's imports and what every build takes."""
+
+    disk: int = 0
+    memory: int = 0
+
+
+NO_ROOM = Room()
+
+
+def room_for(planned: Planned | None, measured: LoweredGraph | None, calibration: CalibrationSettings) -> Room:
+    """What it takes to quantize weights, and to measure the keys of a graph: one after the other."""
+    keys = 0 if measured is None else run_bytes(measured, calibration.length)
+    if planned is None:
+        return Room(0, keys)
+    return Room(work_bytes(planned, calibration), max(keys, memory_bytes(planned, calibration)))
 
 
 def work_bytes(planned: Planned, calibration: CalibrationSettings) -> int:
@@ -29,24 +59,61 @@ def work_bytes(planned: Planned, calibration: CalibrationSettings) -> int:
             total += (SAMPLE + 2) * site.columns * 4 * (1 if site.experts is None else site.experts + 1)
     if not planned.needs_calibration:
         return total
-    each = _bytes_per_token(planned.graph)
+    each = max(_between(planned.graph))
     tokens = (calibration.samples or MOST_SAMPLES) * calibration.length
-    trials = max(0, (len(layers) + 1) * WINDOWS * LENGTH * each - MEMORY_BYTES) if planned.has_goal else 0
-    return total + max(
-        trials, tokens * each + max(0, tokens * each - MEMORY_BYTES)
-    )  # they are saved, and beyond memory
+    trials = (len(layers) + 1) * WINDOWS * LENGTH * each if planned.has_goal else 0
+    return total + max(trials, 2 * tokens * each)  # they are saved too
 
 
-def _bytes_per_token(graph: LoweredGraph) -> int:
-    """The most that is kept between two steps."""
+def memory_bytes(planned: Planned, calibration: CalibrationSettings) -> int:
+    """Memory that quantizing takes, at most: about a layer, and some of the activations."""
+    sites = [_site_bytes(site, planned.method(site)) for site in planned.chosen]
+    run = run_bytes(planned.graph, calibration.length) if planned.needs_calibration else 0
+    logits = 3 * 4 * ROWS * planned.graph.logits.shape[-1].constant if planned.has_goal else 0
+    return run + max(logits, *sites)
+
+
+def run_bytes(graph: LoweredGraph, length: int) -> int:
+    """Memory that running steps over calibration tokens takes: weights of a stretch, activations, and a chunk's own."""
+    largest = max((tensor.nbytes for tensor in graph.weights.values()), default=0)
+    tokens = max(CHUNK_TOKENS, length)
+    chunk = max(_during(graph)) + max(
+        (4 * slot.kv_heads * (slot.key_dim + slot.value_dim) for slot in graph.kv_slots), default=0
+    )
+    return MEMORY_BYTES + max(STRETCH_BYTES, largest) + tokens * chunk
+
+
+def _site_bytes(site: Site, method: Method) -> int:
+    """A weight (or an expert's) in float32, what is known of its inputs, and rows that are being worked on."""
+    numbers = site.rows * site.columns
+    if method.row_block is not None and not method.folds:
+        return COPIES * PANEL_BYTES
+    if method.needs is not Statistics.HESSIAN:
+        return 5 * numbers + COPIES * max(PANEL_BYTES, 4 * SEARCH_ROWS * site.columns)
+    hessian = 4 * site.columns**2  # and twice as much for its factor
+    kept = hessian if site.experts is None else max(GROUP_BYTES, hessian)
+    return kept + 2 * hessian + 6 * numbers + COPIES * max(ROWS_BYTES, 4 * BLOCK * site.columns)
+
+
+def _between(graph: LoweredGraph) -> Sequence[int]:
+    """Bytes for each token that are kept between steps: before each."""
+    return _live(graph, 1)
+
+
+def _during(graph: LoweredGraph) -> Sequence[int]:
+    """The same, while each step runs: with what it writes."""
+    return _live(graph, 0)
+
+
+def _live(graph: LoweredGraph, later: int) -> Sequence[int]:
     first, last = lifetimes(own_keys(graph.steps))
     changes = [0] * (len(graph.steps) + 2)
     for buffer, begin in first.items():
         size = buffer.elements.tokens * numpy_dtype(buffer.dtype).itemsize
-        changes[begin + 1] += size
+        changes[begin + later] += size
         changes[last[buffer] + 1] -= size
-    most = held = 0
+    found, held = [], 0
     for change in changes:
         held += change
-        most = max(most, held)
-    return most
+        found.append(held)
+    return found

@@ -86,11 +86,15 @@ def measure(
     trials = _Trials(graph, [batch] * (len(forks) + 1), Loader(graph, {}, work, dtype), activations, threads)
     begin, running = 0, 0
     for position in sorted({layers[name].position for name in forks}):
-        trials.run_forks(begin, position, weights[:running])
+        for first, last in trials.stretches(begin, position):
+            trials.run_forks(first, last, weights[:running])
         stop = running + sum(layers[name].position == position for name in forks)
         trials.run_forks(position, position + 1, weights[:running], weights[running:stop])
         running, begin = stop, position + 1
         advance(begin)
+    for first, last in trials.stretches(begin, len(trials.steps) - 1):
+        trials.run_forks(first, last, weights)
+        begin = last
     return dict(zip(forks, trials.distances(begin, weights), strict=True))
 
 
@@ -99,8 +103,6 @@ class _Trials(Interpreter):
 
     def run_forks(self, begin: int, end: int, forks: Sequence[Rounded], starting: Sequence[Rounded] = ()) -> None:
         """Run the model and the forks, and those that start here, which are copies of the model before."""
-        if begin == end:
-            return
         incoming, outgoing = self._crossing(begin), self._crossing(end)
         loaded = self._load(self.steps[begin:end])
         first = len(forks) + 1

@@ -121,8 +121,9 @@ def test_weights_alone_are_not_made_smaller_to_fit_the_grid() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 10, 11, 25, 1000])
-def test_rows_are_spread_over_a_weight(rows: int) -> None:
-    taken = spread_rows(np.arange(rows, dtype=np.float32)[:, None], 10)[:, 0]
+def test_rows_are_spread_over_a_weight(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmc.quantization.rounding.SEARCH_ROWS", 10)
+    taken = spread_rows(np.arange(rows, dtype=np.float32)[:, None])[:, 0]
     assert len(taken) == min(rows, 10)
     assert taken[0] == 0
     steps = np.diff(taken)

@@ -135,6 +135,7 @@ def test_an_engine_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     page = (tmp_path / "e/report.html").read_text()
     assert "Formats of the layers" in page and "int8 in groups of 32" in page
     shown = dict(rows_for_people(built(first)))
+    assert shown["target"] == "cpu"
     assert shown["formats chosen"].count("\n") == len(first.report["quantization"]["goal"]["table"]) + 1
 
 

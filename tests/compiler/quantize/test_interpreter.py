@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,10 @@ from packed import expected_logits
 from quantizable import compiled, interpret, samples, save_model
 from transformers import AutoModelForCausalLM
 
+from llmc.compiler.lowering.builder import LoweredStep
+from llmc.compiler.quantize import interpreter
 from llmc.compiler.quantize.activations import Activations
-from llmc.compiler.quantize.interpreter import make_chunks
+from llmc.compiler.quantize.interpreter import Interpreter, make_chunks
 
 NAMES = ["llama", "gemma3n_text", "mixtral", "gpt2", "falcon_new", "mpt", "deepseek_v3", "gpt_oss"]
 
@@ -31,7 +34,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, np.concatenate(wanted), atol=2e-4, rtol=2e-4)
 
 
-def test_same_bits_for_any_cuts_chunks_memory_and_threads(tmp_path: Path) -> None:
+def test_same_bits_for_any_cuts_chunks_memory_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = compiled(save_model("llama", tmp_path / "model"), dtype="bfloat16").steps
     tokens = samples(5, 11)
     whole = np.concatenate(interpret(graph, "bfloat16", tmp_path, [], tokens=tokens, per_chunk=1000))
@@ -40,6 +43,36 @@ def test_same_bits_for_any_cuts_chunks_memory_and_threads(tmp_path: Path) -> Non
     assert len(pieces) == 3
     np.testing.assert_array_equal(np.concatenate(pieces), whole)
     assert not list((tmp_path / "activations").iterdir()), "files of activations are removed when they are read"
+    monkeypatch.setattr(interpreter, "STRETCH_BYTES", 20_000)
+    loaded: list[int] = []
+    load = Interpreter._load
+
+    def counted(self: Interpreter, steps: Sequence[LoweredStep]) -> dict[str, np.ndarray]:
+        weights = load(self, steps)
+        loaded.append(sum(array.nbytes for array in weights.values()))
+        return weights
+
+    monkeypatch.setattr(Interpreter, "_load", counted)
+    np.testing.assert_array_equal(
+        np.concatenate(interpret(graph, "bfloat16", tmp_path, [cuts[-1]], tokens=tokens)), whole
+    )
+    largest = max(tensor.nbytes for tensor in graph.weights.values())
+    assert len(loaded) > 5 and max(loaded) <= max(20_000, largest), "however long a stretch is, its weights are few"
+
+
+def test_activations_in_memory_stay_within_their_limit(tmp_path: Path) -> None:
+    """Buffers that are put by turns, as the steps of a chunk make them."""
+    kept, arrays = Activations(tmp_path, 8, limit=4000), {"a": 100, "b": 50, "c": 60}
+    for chunk in range(8):
+        for name, size in arrays.items():
+            kept.put(name, chunk, np.full(size - (chunk == 7), chunk, np.float32))
+    assert kept.most == 4 * (100 * 8 - 1), "b and c would not fit beside a"
+    assert len(list((tmp_path / "activations").iterdir())) == 2
+    for name, size in arrays.items():
+        assert (kept.get(name, 6) == 6).all() and len(kept.get(name, 7)) == size - 1
+    kept.drop("a")
+    kept.put("d", 0, np.zeros(100, np.float32))
+    assert kept.most == 4 * (100 * 8 - 1) and len(list((tmp_path / "activations").iterdir())) == 2
 
 
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
