@@ -139,7 +139,7 @@ def to_quantized(codes: npt.NDArray[Any], grid: Grid, scheme: Scheme, columns: i
 
 def join_rows(parts: Sequence[Quantized]) -> Quantized:
     """Rows of one weight, part after part."""
-    zeros = [part.zero for part in parts if part.zero is not None]
+    zeros: list[npt.NDArray[Any]] = [part.zero for part in parts if part.zero is not None]
     return replace(
         parts[0],
         codes=np.concatenate([part.codes for part in parts]),

@@ -78,7 +78,7 @@ def run_bytes(graph: LoweredGraph, length: int) -> int:
     largest = max((tensor.nbytes for tensor in graph.weights.values()), default=0)
     tokens = max(CHUNK_TOKENS, length)
     chunk = max(_during(graph)) + max(
-        (4 * slot.kv_heads * (slot.key_dim + slot.value_dim) for slot in graph.kv_slots), default=0
+        (4 * slot.kv_heads * (slot.key_dim + slot.value_dim) for slot in graph.kv_slots.values()), default=0
     )
     return MEMORY_BYTES + max(STRETCH_BYTES, largest) + tokens * chunk
 
