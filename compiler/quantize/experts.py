@@ -12,7 +12,7 @@ from llmc.compiler.lowering.builder import LoweredStep
 from llmc.compiler.quantize.interpreter import Interpreter
 from llmc.plugins import kernels
 from llmc.quantization.base import LayerInputs, Statistics
-from llmc.quantization.statistics import InputCollector
+from llmc.quantization.statistics import SAMPLE, InputCollector
 from llmc.runtime.plan import Attribute
 
 FEW_TOKENS = 256
@@ -21,8 +21,8 @@ FEW_TOKENS = 256
 GROUP_BYTES = 256 << 20
 """Statistics of as many experts as this holds are collected in one go; of one at least."""
 
-SAMPLE_ROWS = 1024
-"""Rows that a collector holds, about."""
+HELD_ROWS = SAMPLE + 1024
+"""Rows that a collector holds, about: its sample, and those that arrive."""
 
 
 class Routing:
@@ -95,7 +95,7 @@ class ExpertInputs:
         self._threads = threads
         self._name = name
         self._made: dict[int, LayerInputs] = {}
-        each = columns * (columns if needs is Statistics.HESSIAN else SAMPLE_ROWS) * 4
+        each = columns * (columns if needs is Statistics.HESSIAN else HELD_ROWS) * 4
         self._group = max(1, GROUP_BYTES // each)
 
     def __call__(self, expert: int | None) -> LayerInputs:

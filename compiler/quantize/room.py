@@ -9,13 +9,14 @@ from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.quantize.activations import MEMORY_BYTES
 from llmc.compiler.quantize.coverage import predicted_sizes
 from llmc.compiler.quantize.decisions import Planned
-from llmc.compiler.quantize.experts import GROUP_BYTES
+from llmc.compiler.quantize.experts import GROUP_BYTES, HELD_ROWS
 from llmc.compiler.quantize.interpreter import CHUNK_TOKENS, STRETCH_BYTES, lifetimes, own_keys
 from llmc.compiler.quantize.pack import PANEL_BYTES
 from llmc.compiler.quantize.sensitivity import LENGTH, ROWS, WINDOWS
 from llmc.compiler.quantize.sites import Site
 from llmc.compiler.quantize.spend import formats_of, free_layers
 from llmc.compiler.weights import numpy_dtype
+from llmc.plugins.quantized_linear.packing import PANEL
 from llmc.quantization.base import Method, Statistics
 from llmc.quantization.calibration import MOST_SAMPLES, CalibrationSettings
 from llmc.quantization.gptq import BLOCK, ROWS_BYTES
@@ -85,14 +86,17 @@ def run_bytes(graph: LoweredGraph, length: int) -> int:
 
 def _site_bytes(site: Site, method: Method) -> int:
     """A weight (or an expert's) in float32, what is known of its inputs, and rows that are being worked on."""
-    numbers = site.rows * site.columns
-    if method.row_block is not None and not method.folds:
-        return COPIES * PANEL_BYTES
-    if method.needs is not Statistics.HESSIAN:
-        return 5 * numbers + COPIES * max(PANEL_BYTES, 4 * SEARCH_ROWS * site.columns)
-    hessian = 4 * site.columns**2  # and twice as much for its factor
+    numbers, columns = site.rows * site.columns, site.columns
+    if method.needs is Statistics.NONE:
+        return COPIES * (PANEL_BYTES if method.row_block is not None else max(PANEL_BYTES, 4 * numbers))
+    sampled = 4 * 4 * HELD_ROWS * columns
+    if method.needs is Statistics.INPUTS:
+        outputs = 2 * 4 * SAMPLE * min(site.rows, PANEL_BYTES // (4 * columns) + PANEL)
+        kept = sampled if site.experts is None else max(GROUP_BYTES, sampled)
+        return kept + 5 * numbers + outputs + COPIES * max(PANEL_BYTES, 4 * SEARCH_ROWS * columns)
+    hessian = 4 * columns**2  # and twice as much for its factor
     kept = hessian if site.experts is None else max(GROUP_BYTES, hessian)
-    return kept + 2 * hessian + 6 * numbers + COPIES * max(ROWS_BYTES, 4 * BLOCK * site.columns)
+    return sampled + kept + 2 * hessian + 6 * numbers + COPIES * max(ROWS_BYTES, 4 * BLOCK * columns)
 
 
 def _between(graph: LoweredGraph) -> Sequence[int]:
