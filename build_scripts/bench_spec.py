@@ -7,12 +7,15 @@ size, the same requests run without drafts and with each proposer, in turn; fail
 """
 
 import argparse
+import itertools
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 from llmc import LLM, SamplingParams
+from llmc.errors import LlmcError
 from llmc.runtime.speculative.opening import Speculation
 
 PLAIN = "off"
@@ -94,12 +97,20 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
-    prompts, failed = read_prompts(arguments.prompts, arguments.count), False
-    for engine in arguments.engines:
-        for size in arguments.batch:
+    if PLAIN in arguments.spec:
+        parser.error(f"--spec {PLAIN} is what every proposer is compared with; name those only")
+    try:
+        prompts, failed = read_prompts(arguments.prompts, arguments.count), False
+    except (OSError, ValueError, KeyError) as problem:
+        parser.error(f"{arguments.prompts}: not a file of prompts: {problem}")
+    try:
+        for engine, size in itertools.product(arguments.engines, arguments.batch):
             for row in compare(engine, arguments.spec, prompts, size, arguments):
                 print(json.dumps(row), flush=True)
                 failed |= bool(row["different"])
+    except LlmcError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return problem.exit_code
     return int(failed)
 
 

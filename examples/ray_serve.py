@@ -1,4 +1,4 @@
-"""Replicas of `llmc serve` behind Ray Serve, on one address: python examples/ray_serve.py ENGINE [REPLICAS [PORT]].
+"""Replicas of `llmc serve` behind Ray Serve, on one address: python examples/ray_serve.py ENGINE --replicas 2.
 
 Each replica is a server of its own on its machine; requests, streams too, pass through as they are, and one that dies
 is replaced while the others answer. Needs ray[serve]; every machine has llmc-engine[serve] and ENGINE.
@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 
+import click
 import httpx
 from ray import serve
 from starlette.requests import Request
@@ -67,12 +68,18 @@ class Replica:
         (await self.http.get("/readyz")).raise_for_status()
 
 
-def main(engine: str, replicas: str = "2", port: str = "8000") -> None:
+@click.command()
+@click.argument("engine", type=click.Path(exists=True, file_okay=False, resolve_path=True))
+@click.option("--replicas", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of each replica.")
+def main(engine: str, replicas: int, host: str, port: int, threads: int) -> None:
     """Start them; returns when all are ready."""
-    serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
-    serve.run(Replica.options(num_replicas=int(replicas)).bind(engine, "--threads", "1"))
+    serve.start(http_options={"host": host, "port": port})
+    serve.run(Replica.options(num_replicas=replicas).bind(engine, "--threads", str(threads)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(standalone_mode=False)
     threading.Event().wait()

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from llmc import debug
 from llmc.errors import UsageError
+from llmc.runtime.engine import read_manifest
 from llmc.runtime.fusing import fuse_gates
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llmc.runtime.batch import Executor
     from llmc.runtime.devices.cuda.device import Device
     from llmc.runtime.engine import Engine
@@ -44,6 +47,20 @@ def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None
 
     engine = replace(engine, plan=fuse_gates(engine.plan))
     return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)
+
+
+def check_device(path: Path) -> None:
+    """See whether an engine's device is there, which takes no time; the engine itself is not looked at.
+
+    Raises:
+        EngineError: there is no engine, or none for a device of this machine.
+    """
+    manifest = read_manifest(path)
+    if manifest.target != "cpu":
+        from llmc.runtime.devices.cuda.targets import choose
+
+        device = open_cuda()
+        choose(path, manifest, device.capability, device.name)
 
 
 def open_cuda() -> Device:

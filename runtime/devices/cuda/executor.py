@@ -62,7 +62,7 @@ class CudaExecutor:
         if plan.state_slots:
             raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
         self.engine, self.device, self.plan, self.num_blocks = engine, device, plan, num_blocks
-        self._arch = targets.choose(engine, device.capability, device.name)
+        self._arch = targets.choose(engine.path, engine.manifest, device.capability, device.name)
         self._known = _kernels(engine)
         limits = engine.limits
         self._blocks = -(-limits.max_seq_len // engine.kv_cache.block_size)

@@ -10,7 +10,10 @@ from llmc.plugins.cuda import Kernel
 from llmc.runtime.manifest import rebuild_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from llmc.runtime.engine import Engine
+    from llmc.runtime.manifest import Manifest
 
 KERNELS = "kernels.json"
 """Fingerprints of the kernels of an engine, by name."""
@@ -31,19 +34,19 @@ def architectures(target: str) -> tuple[str, ...]:
     return tuple(target.removeprefix("cuda:").split(","))
 
 
-def choose(engine: Engine, capability: int, device: str) -> str:
-    """The newest architecture of the engine whose machine code the device runs: same major version, none newer.
+def choose(path: Path, manifest: Manifest, capability: int, device: str) -> str:
+    """The newest architecture of an engine whose machine code the device runs: same major version, none newer.
 
     Raises:
         EngineError: there is none; names the command that builds for the device.
     """
-    target = engine.manifest.target
+    target = manifest.target
     numbers = [int(arch.removeprefix("sm_")) for arch in architectures(target)]
     fitting = [number for number in numbers if number // 10 == capability // 10 and number <= capability]
     if not fitting:
         raise EngineError(
-            f"{engine.path}: built for {target}, but {device} has compute capability {capability / 10}; build it with: "
-            f"{rebuild_command(engine.manifest)} --target cuda:sm_{capability // 10 * 10}"
+            f"{path}: built for {target}, but {device} has compute capability {capability / 10}; build it with: "
+            f"{rebuild_command(manifest)} --target cuda:sm_{capability // 10 * 10}"
         )
     return f"sm_{max(fitting)}"
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -265,7 +267,18 @@ def fails(*arguments: str) -> tuple[int, str]:
 )
 def test_exit_codes(served: Any, arguments: list[str], code: int, text: str) -> None:
     found, stderr = fails(*(str(served.engine) if a == "ENGINE" else a for a in arguments))
-    assert found == code and text in stderr and "Traceback" not in stderr
+    assert found == code and text in stderr and "Traceback" not in stderr and "listening" not in stderr
+
+
+def test_an_engine_for_a_device_that_is_not_there(served: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """It is told before anything listens, also of the second engine."""
+    engine = shutil.copytree(served.engine, tmp_path / "cuda")
+    manifest = json.loads((engine / "engine.json").read_text())
+    (engine / "engine.json").write_text(json.dumps(manifest | {"target": "cuda:sm_90"}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found, stderr = fails(str(served.engine), "--model", f"second={engine}", "--port", "0")
+    assert found == 4 and "but this machine has no NVIDIA" in stderr
+    assert "listening" not in stderr and "Traceback" not in stderr
 
 
 def test_a_port_that_is_taken(live: Any, served: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import openai
 import psutil
 import pytest
 import ray
+from click.testing import CliRunner
 from ray import serve
 
 from llmc import LLM, SamplingParams
@@ -52,12 +54,27 @@ def expected(served: Any) -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("ray_batch", [".", "nowhere.jsonl", "out"], "'nowhere.jsonl' does not exist"),
+        ("ray_batch", [".", __file__, "out", "--replicas", "0"], "0 is not in the range"),
+        ("ray_serve", ["nowhere"], "'nowhere' does not exist"),
+        ("ray_serve", [".", "--port", "http"], "'http' is not a valid integer"),
+    ],
+)
+def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch, name: str, arguments: list[str], message: str) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    result = CliRunner().invoke(importlib.import_module(name).main, arguments)
+    assert result.exit_code == 2 and message in result.output
+
+
 def test_a_file(cluster: None, served: Any, expected: list[str], tmp_path: Path) -> None:
     import ray_batch
 
     source, target = tmp_path / "in.jsonl", tmp_path / "out"
     source.write_text("".join(json.dumps({"id": i, "prompt": p}) + "\n" for i, p in enumerate(PROMPTS)))
-    ray_batch.main(str(served.engine), str(source), str(target))
+    ray_batch.main([str(served.engine), str(source), str(target), "--replicas", "2"], standalone_mode=False)
     lines = [json.loads(line) for file in target.iterdir() for line in file.read_text().splitlines()]
     assert [line["text"] for line in sorted(lines, key=lambda line: line["id"])] == expected
 
@@ -68,7 +85,7 @@ def test_a_replica_is_killed(cluster: None, served: Any, expected: list[str]) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray_serve.main(str(served.engine), "2", str(port))
+    ray_serve.main([str(served.engine), "--replicas", "2", "--port", str(port)], standalone_mode=False)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=20, timeout=120)
 
     def ask(prompt: str) -> str:
