@@ -69,6 +69,15 @@ def write_sparse_model(shape: str, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
+def random_tokens(path: Path) -> Path:
+    """Calibration for a model without a tokenizer."""
+    import numpy as np
+
+    rows = np.random.default_rng(0).integers(3, 32000, (128, 512))
+    path.write_text("\n".join(json.dumps({"tokens": row.tolist()}) for row in rows) + "\n")
+    return path
+
+
 def _tensors(config: object) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoModelForCausalLM
@@ -96,15 +105,18 @@ def main(model: Path | None, shape: str | None, quant: str, kv_dtype: str, work:
     from llmc.compiler.api import build_engine
     from llmc.compiler.config import BuildConfig
     from llmc.compiler.progress import Progress
+    from llmc.plugins.paged_attention.storage import QUANTIZED
 
     folder = Path(tempfile.mkdtemp(dir=work))
     try:
         if shape:
             model = folder / "model"
             write_sparse_model(shape, model)
+            given["calib"] = given["calib"] or str(random_tokens(folder / "calib.jsonl"))
         if model is None:
             raise click.UsageError("give MODEL or --shape")
-        calibration = {name: value for name, value in given.items() if value}
+        measured = kv_dtype in QUANTIZED or quant != "none"
+        calibration = {name: value for name, value in given.items() if value and measured}
         longest = 2048 if shape is None else 4096
         config = BuildConfig(max_seq_len=longest, quantization=quant, kv_dtype=kv_dtype, **calibration)
         before, used = peak_rss(), time.process_time()
