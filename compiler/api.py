@@ -15,6 +15,7 @@ from llmc.compiler import facts, graph_file
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
 from llmc.compiler.cuda.build import CudaModel, check_dtypes, cuda_model, images
+from llmc.compiler.cuda.sizes import device_facts
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
@@ -345,7 +346,7 @@ def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, pr
         target=compiled.target.name,
         plan=model.lowered.plan,
         weights=list(model.lowered.weights.values()),
-        report={**contents.report, "kernels": {arch: sorted(found) for arch, found in model.kernels.items()}},
+        report=contents.report | device_facts(replace(compiled, cuda=model)),
     )
     progress.step("writing weights for the device", compiled.estimate.weight_bytes)
     write_files(staging, contents, progress)

@@ -170,10 +170,14 @@ def ops(as_json: bool) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print as JSON.")
 def targets(as_json: bool) -> None:
-    """List the targets that an engine can be built for."""
+    """List the targets that an engine can be built for, and the size of what those for GPUs take beside llmc."""
+    from llmc.compiler.cuda import packages
     from llmc.compiler.targets.base import all_targets
 
     _print_rows([{"target": t.name, "device": t.device, "what": t.summary} for t in all_targets().values()], as_json)
+    if not as_json:
+        for line in packages.lines():
+            click.echo(line, err=True)
 
 
 def _quality(given: dict[str, Any]) -> QualityRequest | None:

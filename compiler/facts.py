@@ -146,16 +146,20 @@ def report(
     notes: Mapping[str, str],
 ) -> dict[str, Any]:
     """Sizes, memory, every weight with its dtype, and all that a user was warned of."""
-    weights = {
-        weight.name: {"dtype": weight.dtype, "shape": list(weight.shape), "bytes": weight.nbytes}
-        for weight in lowered.weights.values()
-    }
     return {
         "sizes": {name: size for name, size in asdict(sizes).items() if name != "work_bytes"},  # it is gone by then
         "stored_in_checkpoint": dict(checkpoint.stored),
-        "weights": weights,
+        "weights": weights(lowered),
         "ignored_tensors": list(checkpoint.ignored),
         "warnings": [*checkpoint.warnings, *(tokenizer.warnings if tokenizer else ())],
         "notes": dict(notes),
         "tokenizer_size": tokenizer.size if tokenizer else None,
+    }
+
+
+def weights(lowered: LoweredModel) -> dict[str, Any]:
+    """All that are stored, by name."""
+    return {
+        weight.name: {"dtype": weight.dtype, "shape": list(weight.shape), "bytes": weight.nbytes}
+        for weight in lowered.weights.values()
     }

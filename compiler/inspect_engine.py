@@ -7,10 +7,15 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from llmc.compiler.cuda.sizes import memory_facts
 from llmc.compiler.medusa.tree import shown
 from llmc.plugins import all_ops
+from llmc.runtime.devices.cuda import memory, targets
 from llmc.runtime.engine import Engine
+from llmc.runtime.fusing import fuse_gates
 from llmc.runtime.plan import Step
+
+UNVERIFIED = "no: kernels for CUDA have run on an emulator only"
 
 
 def describe(engine: Engine) -> dict[str, Any]:
@@ -41,12 +46,20 @@ def describe(engine: Engine) -> dict[str, Any]:
         "arena_bytes": engine.plan.arena_bytes,
         "kv_bytes_per_token": engine.kv_bytes_per_token,
         "kv_bytes_per_sequence": engine.kv_bytes_per_token * engine.limits.max_seq_len,
+        "device_memory": None if engine.manifest.target == "cpu" else _device(engine),
+        "verified": None if engine.manifest.target == "cpu" else UNVERIFIED,
         "kv_slots": [asdict(slot) for slot in engine.plan.kv_slots],
         "steps": len(engine.plan.steps),
         "ops": dict(sorted(Counter(step.op for step in engine.plan.steps).items())),
         "files": {name: entry.size for name, entry in engine.manifest.files.items()},
         "weights": {w.name: {"dtype": w.dtype, "shape": list(w.shape)} for w in engine.weights.values()},
     }
+
+
+def _device(engine: Engine) -> dict[str, Any]:
+    """Memory of a device, for the first architecture."""
+    arch = targets.architectures(engine.manifest.target)[0]
+    return memory_facts(memory.plan_of(engine, arch), fuse_gates(engine.plan), engine.kv_cache, engine.limits, arch)
 
 
 def _is_centred(step: Step) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ LABELS = {
     "arena_bytes": "activations at the largest step",
     "kv_bytes_per_token": "KV cache per token",
     "kv_bytes_per_sequence": "KV cache of a full sequence",
+    "device_memory": "memory of the device",
+    "verified": "verified on hardware",
     "build_peak_bytes": "memory to build, above imports",
     "disk_bytes": "disk needed",
     "engine_bytes": "engine on disk",
@@ -57,6 +59,7 @@ LABELS = {
 
 def planned(compiled: Compiled) -> dict[str, Any]:
     """What a dry run tells."""
+    from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
     return {
@@ -70,6 +73,7 @@ def planned(compiled: Compiled) -> dict[str, Any]:
         "steps": len(compiled.lowered.plan.steps),
         **asdict(compiled.estimate),
         "disk_bytes": compiled.estimate.disk_bytes + compiled.estimate.work_bytes,
+        "device_memory": None if compiled.cuda is None else device_memory(compiled),
     }
 
 
@@ -116,6 +120,8 @@ def _text(key: str, value: Any) -> str:
         return _quality_text(value)
     if key == "goal":
         return _goal_lines(value)
+    if key == "device_memory":
+        return "\n".join(_device_lines(value))
     if key in ("stored", "files"):
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in value.items())
     if key.endswith(("_bytes", "bytes_per_token", "bytes_per_sequence")):
@@ -127,6 +133,26 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ("; " if key == "warnings" else ", ").join(map(str, value))
     return str(value)
+
+
+def _device_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    plan = found["plan"]
+    yield (
+        f"{found['arch']}: weights {format_bytes(plan['weights'])}, activations {format_bytes(plan['activations'])}, "
+        f"inputs {format_bytes(plan['step'])}, scratch {format_bytes(plan['scratch'])}, kernels about "
+        f"{format_bytes(plan['kernels'])}, graphs about {format_bytes(plan['graphs'])}"
+    )
+    for size in found["buckets"]:
+        yield (
+            f"{size['name']}: {size['launches']} launches, scratch {format_bytes(size['scratch'])}, inputs "
+            f"{format_bytes(size['inputs'])}"
+        )
+    yield f"KV cache: {format_bytes(found['kv_bytes_per_token'])} a token"
+    for room in found["fits"]:
+        yield (
+            f"{room['gigabytes']} GB, of which {room['share']:.0%} are taken: {room['tokens']} tokens of KV cache, "
+            f"{room['sequences']} sequences of {found['max_seq_len']}"
+        )
 
 
 GOAL_HEADS = ("bits per weight", "size", "perplexity", "layers")

@@ -63,3 +63,65 @@ class DraftExecutor(EmbeddingExecutor, Protocol):
     def move_positions(self, blocks: Int32, sources: Int32, targets: Int32) -> None:
         """Copy what the cache holds of positions of a sequence with these blocks, one after the other."""
         ...
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are to be chosen for the rows of logits of a step, [N] each; see `Sampler`.
+
+    Of rows that are not ``wanted`` the logits are asked for instead. Changes of single logits of row r are those from
+    ``bounds[r]`` to ``bounds[r + 1]``, of different tokens ``ids``: divided or multiplied by ``factors`` (repetition),
+    less ``penalties``, plus ``biases``.
+    """
+
+    wanted: NDArray[np.bool_]
+    temperature: NDArray[np.float32]
+    top_k: Int32
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    draws: NDArray[np.float64]
+    """Random numbers in [0, 1)."""
+    bounds: Int32
+    """[N + 1]."""
+    ids: Int32
+    factors: NDArray[np.float32]
+    penalties: NDArray[np.float64]
+    biases: NDArray[np.float32]
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.wanted)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a device has chosen for rows that were ``wanted``. A score that is not finite: there is no token."""
+
+    wanted: NDArray[np.bool_]
+    tokens: Int32
+    scores: NDArray[np.float32]
+
+
+@runtime_checkable
+class SamplingExecutor(Executor, Protocol):
+    """One that chooses tokens itself, so that logits need not come back from its device."""
+
+    vocab_size: int
+    """Columns of logits."""
+
+    most_changes: int
+    """Of logits in all rows of a step."""
+
+    def choose(self, batch: Batch, draws: Draws) -> tuple[NDArray[np.float32], Chosen]:
+        """Logits as of `step`, of which only rows are valid that are not wanted; and what was chosen for the others."""
+        ...
+
+
+@runtime_checkable
+class Closeable(Protocol):
+    """What holds memory of a device."""
+
+    def close(self) -> None:
+        """Give it back. Nothing can be run afterwards."""
+        ...

@@ -55,6 +55,9 @@ RESOURCES = (
     click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]"),
     click.option("--kv-memory", help="Of the KV cache, such as 2GiB. [default: at most a quarter of what is free]"),
     click.option("--num-blocks", type=click.IntRange(1), help="The same, in blocks."),
+    click.option(
+        "--gpu-memory", help="What an engine for CUDA takes of its device: 0.9, 90% or 40GiB. [default: 0.9 of it]"
+    ),
     click.option("--max-sequences", type=click.IntRange(1), help="That run at one time. [default: the engine's]"),
     click.option("--max-batch-tokens", type=click.IntRange(1), help="Tokens of a step. [default: the engine's]"),
     click.option("--isa", help="Instruction set. [default: the best of this machine]"),
@@ -116,6 +119,7 @@ def run(
     threads: int | None,
     kv_memory: str | None,
     num_blocks: int | None,
+    gpu_memory: str | None,
     max_sequences: int | None,
     max_batch_tokens: int | None,
     isa: str | None,
@@ -161,6 +165,7 @@ def run(
         threads=threads,
         kv_memory=kv_memory,
         num_blocks=num_blocks,
+        gpu_memory=gpu_memory,
         max_sequences=max_sequences,
         max_batch_tokens=max_batch_tokens,
         isa=isa,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as ListOf
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -14,9 +15,9 @@ from numpy.typing import NDArray
 
 from llmc.errors import EngineError, RequestError, UsageError
 from llmc.runtime import resources
-from llmc.runtime.batch import EmbeddingExecutor, Executor
+from llmc.runtime.batch import Closeable, EmbeddingExecutor, Executor
 from llmc.runtime.embedding import POOLINGS, Pool, embedding_of
-from llmc.runtime.kv_budget import blocks_of_cache, lowered
+from llmc.runtime.kv_budget import config_of
 from llmc.runtime.output import Delta, RequestOutput, next_delta, request_output
 from llmc.runtime.request import Request, SamplingParams, Sequence
 from llmc.runtime.request_options import (
@@ -44,9 +45,6 @@ Messages = ListOf[Mapping[str, Any]]
 DEFAULT_MAX_TOKENS = 16
 """For prompts, if neither the request nor the model says otherwise; chats have the room left in the context."""
 
-MAX_LOGIT_BYTES = 64 << 20
-"""Of the logits of one step, beyond one row for each sequence: bounds what prompt_logprobs take."""
-
 
 class LLM:
     """A loaded engine. Not for use from several threads at once.
@@ -58,8 +56,10 @@ class LLM:
         engine_dir: the engine.
         threads: default: the physical cores that this process may use.
         kv_memory: bytes of KV cache, or a text such as ``2GiB``. Default: enough for all sequences at full length,
-            but at most a quarter of the available memory.
+            but at most a quarter of the available memory, or what fits ``gpu_memory``.
         num_blocks: the same in blocks.
+        gpu_memory: what an engine for CUDA takes of its device in all: a share such as 0.9 (default) or ``90%``, or
+            bytes such as ``40GiB``.
         max_sequences, max_batch_tokens: lower than what the engine was built for, to save memory or shorten steps.
         isa: an instruction set of `llmc.plugins.kernels.isas`. Default: the best.
         lora: directories of LoRA adapters in PEFT's format, by the names that requests use.
@@ -84,6 +84,7 @@ class LLM:
         threads: int | None = None,
         kv_memory: int | str | None = None,
         num_blocks: int | None = None,
+        gpu_memory: float | str | None = None,
         max_sequences: int | None = None,
         max_batch_tokens: int | None = None,
         isa: str | None = None,
@@ -94,7 +95,8 @@ class LLM:
         expect_digest: str | None = None,
         speculative: Speculation | str | None = None,
     ) -> None:
-        from llmc.runtime.devices import cpu, make_executor
+        # long: one argument for each option, then one step after the other
+        from llmc.runtime.devices import cpu, make_executor, open_device
         from llmc.runtime.engine import load_engine
         from llmc.runtime.lora import adapters_of, with_adapters
         from llmc.runtime.tokenizer import tokenizer_of
@@ -102,33 +104,39 @@ class LLM:
         engine = load_engine(engine_dir, expect_digest=expect_digest)
         if lora:
             engine = with_adapters(engine, adapters_of(lora))
-        limits, facts = engine.limits, engine.model
+        facts = engine.model
         drafter = load_drafter(Speculation.of(speculative), engine)
-        drafter_bytes = 0 if drafter is None else drafter.kv_bytes_per_token
-        sequences = lowered("max_sequences", max_sequences, limits.max_sequences)
-        batch_tokens = lowered("max_batch_tokens", max_batch_tokens, limits.max_batch_tokens)
-        config = SchedulerConfig(
-            max_seq_len=limits.max_seq_len,
-            max_batch_tokens=batch_tokens,
-            max_sequences=sequences,
-            max_logit_rows=min(batch_tokens, max(sequences, MAX_LOGIT_BYTES // (4 * facts.vocab_size))),
-            num_blocks=blocks_of_cache(engine, sequences, kv_memory, num_blocks, drafter_bytes),
-            block_size=engine.kv_cache.block_size,
-            has_state=bool(engine.plan.state_slots),
-            prefix_cache=prefix_cache,
-            check=check,
-        )
-        tokenizer = tokenizer_of(engine, parse_special_in_messages=parse_special_in_messages)
-        self.engine: Engine | None = engine
-        self.adapters = tuple(lora or ())
         self.threads = resources.physical_cores() if threads is None else threads
         if self.threads < 1:
             raise UsageError(f"threads: {threads} is less than 1")
-        executor = make_executor(engine, num_blocks=config.num_blocks, threads=self.threads, isa=isa)
         default = engine.generation_config.get("max_new_tokens")
         if default is not None and (type(default) is not int or default < 1):
             raise EngineError(f"{engine.path}: max_new_tokens in generation_config.json is {default!r}")
-        drafts = open_speculator(drafter, executor, config, threads=self.threads, isa=isa)
+        with ExitStack() as opened:  # what is open is closed if the rest fails
+            if (device := open_device(engine)) is not None:
+                opened.callback(device.close)
+            config = config_of(
+                engine,
+                device,
+                drafter,
+                sizes=(max_sequences, max_batch_tokens),
+                kv_memory=kv_memory,
+                num_blocks=num_blocks,
+                gpu_memory=gpu_memory,
+                prefix_cache=prefix_cache,
+                check=check,
+            )
+            tokenizer = tokenizer_of(engine, parse_special_in_messages=parse_special_in_messages)
+            blocks, count = config.num_blocks, self.threads
+            executor = make_executor(engine, num_blocks=blocks, threads=count, isa=isa, device=device)
+            if isinstance(executor, Closeable):
+                opened.callback(executor.close)
+            drafts = open_speculator(drafter, executor, config, threads=self.threads, isa=isa)
+            if drafts is not None:
+                opened.callback(drafts.close)
+            self._opened = opened.pop_all()
+        self.engine: Engine | None = engine
+        self.adapters = tuple(lora or ())
         self._set_up(executor, config, facts.vocab_size, tokenizer, facts.eos_token_ids, default, engine.digest, drafts)
         if cpu.POISON and isinstance(executor, cpu.CpuExecutor):
             self.scheduler.kv_cache.on_free = executor.poison_blocks
@@ -147,7 +155,7 @@ class LLM:
     ) -> Self:
         """One around another executor, for tests."""
         self = cls.__new__(cls)
-        self.engine, self.threads, self.adapters = None, 1, ()
+        self.engine, self.threads, self.adapters, self._opened = None, 1, (), ExitStack()
         self._set_up(executor, config, vocab_size, tokenizer, eos_token_ids, default_max_tokens, "", speculator)
         return self
 
@@ -324,9 +332,10 @@ class LLM:
             self._forget(request)
 
     def close(self) -> None:
-        """End the processes for chat templates and constraints. The rest goes with the object."""
+        """End the processes for templates and constraints, and free memory of devices. The rest goes with `self`."""
         if self.tokenizer is not None:
             self.tokenizer.close()
+        self._opened.close()
 
     # -- behind it ----------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.runtime.batch import Chosen
 from llmc.runtime.chunk import Chunk
 from llmc.runtime.request import FinishReason, Sequence
-from llmc.runtime.sampling import Sampled, Sampler
+from llmc.runtime.sampling import Sampled, Sampler, chosen_on_device
 from llmc.runtime.speculative.speculator import Speculator
 
 NOT_FINITE = "the model computed numbers that are not finite"
@@ -20,9 +21,17 @@ class Outcome:
         self._sampler, self._speculator = sampler, speculator
 
     def take(
-        self, chunk: Chunk, rows: NDArray[np.float32] | None, logits: NDArray[np.float32] | None, first: int
+        self,
+        chunk: Chunk,
+        rows: NDArray[np.float32] | None,
+        logits: NDArray[np.float32] | None,
+        first: int,
+        chosen: Chosen | None = None,
     ) -> None:
-        """Record it; ``rows`` before the head, and logits, are those of the step, the chunk's from ``first`` on."""
+        """Record it; ``rows`` before the head, and logits, are those of the step, the chunk's from ``first`` on.
+
+        Rows for which a token was ``chosen`` by the device have no logits.
+        """
         sequence, request, stop = chunk.sequence, chunk.sequence.request, first + chunk.num_logits
         if stop == first:
             return
@@ -37,11 +46,11 @@ class Outcome:
         if sequence.scored is not None:
             self._sampler.score_prompt(sequence, chunk.stop - chunk.num_logits, logits[first:stop])
         if chunk.completes:
-            path = self._take_tokens(chunk, logits, stop - 1 - chunk.num_drafts)
+            path = self._take_tokens(chunk, logits, stop - 1 - chunk.num_drafts, chosen)
             if self._speculator is not None:
                 self._speculator.take(chunk, path, None if rows is None else rows[first:stop])
 
-    def _take_tokens(self, chunk: Chunk, logits: NDArray[np.float32], row: int) -> list[int]:
+    def _take_tokens(self, chunk: Chunk, logits: NDArray[np.float32], row: int, chosen: Chosen | None) -> list[int]:
         """The model's own tokens as long as they are drafts, and one more; returns the nodes of these drafts.
 
         ``row`` is that of the last token before the drafts. Each token is chosen as if it came in a step of its own,
@@ -50,8 +59,11 @@ class Outcome:
         path: list[int] = []
         node: int | None = -1
         while node is not None:
-            draw = None if self._speculator is None else self._speculator.rule.draw(chunk.tree, node)
-            sampled = self._sampler.sample_row(logits[row + 1 + node], chunk.sequence, draw)
+            if chosen is not None and chosen.wanted[row + 1 + node]:
+                sampled = chosen_on_device(chosen, row + 1 + node)
+            else:
+                draw = None if self._speculator is None else self._speculator.rule.draw(chunk.tree, node)
+                sampled = self._sampler.sample_row(logits[row + 1 + node], chunk.sequence, draw)
             if not _append(chunk.sequence, sampled) or chunk.tree is None:
                 break
             if (node := chunk.tree.find(node, sampled.token)) is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.plugins import kernels
+from llmc.runtime.batch import Chosen
 from llmc.runtime.constraints.base import ConstraintError, TokenConstraint
 from llmc.runtime.request import SamplingParams, Sequence
 
@@ -68,6 +69,15 @@ class PenaltyState:
             self.seen[token] = True
             self.counts[token] += 1
         self._length = len(tokens)
+
+
+def penalty_state(sequence: Sequence, vocab_size: int) -> PenaltyState:
+    """That of a sequence, up to date."""
+    state = sequence.penalties
+    if state is None:
+        state = sequence.penalties = PenaltyState(sequence, vocab_size)
+    state.update(sequence.tokens)
+    return state
 
 
 class Sampler:
@@ -145,11 +155,7 @@ class Sampler:
         return scores
 
     def _penalize(self, scores: Scores, sequence: Sequence) -> None:
-        params = sequence.request.params
-        if sequence.penalties is None:
-            sequence.penalties = PenaltyState(sequence, len(scores))
-        state = sequence.penalties
-        state.update(sequence.tokens)
+        params, state = sequence.request.params, penalty_state(sequence, len(scores))
         if params.repetition_penalty != 1:
             seen = np.flatnonzero(state.seen)
             factor, before = np.float32(params.repetition_penalty), scores[seen]
@@ -161,6 +167,14 @@ class Sampler:
             scores[used] -= (
                 np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * state.counts[used]
             )
+
+
+def chosen_on_device(chosen: Chosen, row: int) -> Sampled:
+    """The token of a row, or why there is none."""
+    score = chosen.scores[row]
+    if np.isfinite(score):
+        return Sampled(int(chosen.tokens[row]))
+    return Sampled(error=NONE_ALLOWED if np.isneginf(score) else NOT_FINITE)
 
 
 def apply_constraint(scores: Scores, constraint: TokenConstraint, end_token_ids: Collection[int]) -> None:

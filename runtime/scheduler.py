@@ -12,15 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError
-from llmc.runtime.batch import EmbeddingExecutor, Executor
+from llmc.runtime.batch import Chosen, EmbeddingExecutor, Executor, SamplingExecutor
 from llmc.runtime.chunk import Budget, Chunk, pack
+from llmc.runtime.device_draws import draws_of
 from llmc.runtime.kv_cache import BlockTable, KvCache, StatePool
 from llmc.runtime.outcome import Outcome
 from llmc.runtime.prefix_cache import PrefixCache
 from llmc.runtime.request import FinishReason, Request, Sequence
 from llmc.runtime.sampling import Sampler
+from llmc.runtime.speculative.rules import Rule
 from llmc.runtime.speculative.speculator import Speculator
 
+Rows = NDArray[np.float32] | None
 TIMEOUT = "timeout"
 
 LONG_SHARE = 0.75
@@ -105,6 +108,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.speculator = speculator
         self._executor, self._clock = executor, clock
+        self._device = executor if isinstance(executor, SamplingExecutor) else None
         self._outcome = Outcome(sampler, speculator)
         self._has_deadlines = False
 
@@ -149,12 +153,12 @@ class Scheduler:
             if self.speculator is not None:
                 budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
                 chunks = self.speculator.draft(chunks, budget, self.kv_cache)
-            rows, logits = self._compute(chunks)
+            rows, logits, chosen = self._compute(chunks)
             if self.speculator is not None:
                 self.speculator.ran()
         except Exception as problem:  # a failed step fails only its own requests
             return expired + self._fail(chunks, problem)
-        touched = self._take(chunks, rows, logits)
+        touched = self._take(chunks, rows, logits, chosen)
         self._check()
         return expired + touched
 
@@ -320,18 +324,21 @@ class Scheduler:
 
     # -- what comes out -----------------------------------------------------------------------------------------------
 
-    def _compute(self, chunks: list[Chunk]) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """Rows before the head and logits [N, vocabulary], as far as somebody needs them."""
+    def _compute(self, chunks: list[Chunk]) -> tuple[Rows, Rows, Chosen | None]:
+        """Rows before the head, logits [N, vocabulary], as far as somebody needs them, and tokens instead of these."""
         batch = pack(chunks)
         pooled = [chunk.sequence.request.pool is not None for chunk in chunks if chunk.num_logits]
         if not (any(pooled) or (pooled and self.speculator is not None and self.speculator.wants_hidden)):
-            return None, self._executor.step(batch)
+            if (device := self._device) is not None:
+                exact = self.speculator is None or self.speculator.rule is Rule.EXACT
+                draws = draws_of(chunks, device.vocab_size, device.most_changes, exact=exact)
+                if draws is not None:
+                    return None, *device.choose(batch, draws)
+            return None, self._executor.step(batch), None
         assert isinstance(self._executor, EmbeddingExecutor), "checked when the request came"
-        return self._executor.embed(batch, logits=not all(pooled))
+        return *self._executor.embed(batch, logits=not all(pooled)), None
 
-    def _take(
-        self, chunks: list[Chunk], rows: NDArray[np.float32] | None, logits: NDArray[np.float32] | None
-    ) -> list[Sequence]:
+    def _take(self, chunks: list[Chunk], rows: Rows, logits: Rows, chosen: Chosen | None) -> list[Sequence]:
         """Record what was computed, sample, and let go of the sequences that end."""
         self.statistics.steps += 1
         touched, row = [], 0
@@ -343,7 +350,7 @@ class Scheduler:
             if chunk.completes:
                 touched.append(sequence)
             try:
-                self._outcome.take(chunk, rows, logits, first)
+                self._outcome.take(chunk, rows, logits, first, chosen)
             except Exception as problem:  # of this sequence, not of its neighbours
                 sequence.finish(FinishReason.ERROR, error=f"{type(problem).__name__}: {problem}")
             if sequence.finish_reason is FinishReason.ERROR:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import EngineError
 from llmc.runtime import resources, selftest
+from llmc.runtime.devices import open_device
 from llmc.runtime.engine import Engine, load_engine
+from llmc.runtime.fusing import fuse_gates
 from llmc.runtime.safetensors_file import read_header
 from llmc.runtime.selftest import Golden
+
+if TYPE_CHECKING:
+    from llmc.runtime.devices.cpu import CpuExecutor
+    from llmc.runtime.devices.cuda.executor import CudaExecutor
 
 RECORDED_ISA = "scalar"
 """The portable kernels, which golden prompts are recorded with: the same bits on every machine."""
@@ -109,27 +116,44 @@ class Report:
 def verify_engine(path: Path, *, expect_digest: str | None = None, threads: int | None = None) -> Report:
     """Check the files and replay the prompts, with the kernels they were recorded with and with this machine's best.
 
+    On a device: with those of the engine. The numbers they are compared with were recorded on a CPU.
+
     Raises:
         EngineError: a file is missing or damaged, or engine.json is not the expected one.
     """
+    engine = load_engine(path, expect_digest=expect_digest)
+    goldens = _goldens(engine)
+    steps = max(len(golden.continuation) for golden in goldens)
+    blocks = selftest.blocks_needed([golden.prompt for golden in goldens], engine.kv_cache.block_size, steps)
+    replays = [
+        _replay(engine, executor, goldens)
+        for executor in _executors(engine, blocks, threads or resources.physical_cores())
+    ]
+    return Report(engine, replays, len(goldens))
+
+
+def _executors(engine: Engine, blocks: int, threads: int) -> Iterator[CpuExecutor | CudaExecutor]:
+    """Those that the prompts are replayed with, one after the other."""
+    if (device := open_device(engine)) is not None:
+        from llmc.runtime.devices.cuda.executor import CudaExecutor
+
+        with closing(device):
+            yield CudaExecutor(replace(engine, plan=fuse_gates(engine.plan)), device, num_blocks=blocks)
+        return
     from llmc.plugins import kernels
     from llmc.runtime.devices.cpu import CpuExecutor
 
-    engine = load_engine(path, expect_digest=expect_digest).for_cpu()
-    goldens = _goldens(engine)
-    block_size = engine.kv_cache.block_size
-    steps = max(len(golden.continuation) for golden in goldens)
-    blocks = selftest.blocks_needed([golden.prompt for golden in goldens], block_size, steps)
-    replays = []
     for isa in dict.fromkeys([RECORDED_ISA, kernels.best_isa()]):
-        executor = CpuExecutor(engine, num_blocks=blocks, threads=threads or resources.physical_cores(), isa=isa)
-        found = [selftest.record(executor, g.prompt, block_size, len(g.continuation)) for g in goldens]
-        tolerance = max(TOLERANCES[engine.model.dtype], KV_TOLERANCES.get(engine.kv_cache.dtype, 0))
-        if any(step.attributes.get("compute") in ROUNDED for step in engine.plan.steps):
-            tolerance = max(tolerance, ROUNDED_TOLERANCE)
-        tolerance = 0.0 if isa == RECORDED_ISA else tolerance
-        replays.append(compare(isa, goldens, found, tolerance))
-    return Report(engine, replays, len(goldens))
+        yield CpuExecutor(engine, num_blocks=blocks, threads=threads, isa=isa)
+
+
+def _replay(engine: Engine, executor: CpuExecutor | CudaExecutor, goldens: Sequence[Golden]) -> Replay:
+    size = engine.kv_cache.block_size
+    found = [selftest.record(executor, g.prompt, size, len(g.continuation)) for g in goldens]
+    tolerance = max(TOLERANCES[engine.model.dtype], KV_TOLERANCES.get(engine.kv_cache.dtype, 0))
+    if any(step.attributes.get("compute") in ROUNDED for step in engine.plan.steps):
+        tolerance = max(tolerance, ROUNDED_TOLERANCE)
+    return compare(executor.isa, goldens, found, 0.0 if executor.isa == RECORDED_ISA else tolerance)
 
 
 def compare(isa: str, expected: Sequence[Golden], found: Sequence[Golden], tolerance: float) -> Replay:

@@ -13,11 +13,15 @@ from llmc.compiler.cuda.nvrtc import compile_kernels
 from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
 from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError, LlmcError, UsageError
+from llmc.plugins import cuda_sampling
 from llmc.plugins.cuda import Kernel
+from llmc.plugins.cuda import Tensor as DeviceTensor
+from llmc.plugins.lora import cuda as lora
 from llmc.plugins.paged_attention.cuda import KV_DTYPES
 from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.program import ALIGNMENT, Memory, buckets, caches, launch_maker, program
 from llmc.runtime.fusing import fuse_gates
+from llmc.runtime.lora import PRODUCTS
 from llmc.runtime.manifest import KvCacheSpec
 from llmc.runtime.manifest import Limits as EngineLimits
 from llmc.runtime.plan import Plan, Step, Value
@@ -61,7 +65,7 @@ def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, 
             launch_maker(step.op)
         form = cuda_form(steps, dtype, min(capabilities))
         lowered = plan_steps(form, target, limits)
-        plan = fuse_gates(lowered.plan)
+        plan = lowered.plan
         spec = KvCacheSpec(kv_dtype, BLOCK_SIZE)
         kernels = {
             arch: kernels_of(plan, limits, spec, number) for arch, number in zip(archs, capabilities, strict=True)
@@ -88,13 +92,18 @@ def images(model: CudaModel) -> dict[str, bytes]:
 
 
 def kernels_of(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
-    """All that steps of any size within the limits launch, by name."""
+    """All that steps of any size within the limits launch, by name; with and without adapters, and to choose tokens."""
     found: dict[str, Kernel] = {}
     slots, _ = caches(plan, spec, 1, BASE)
     weights = {str(value.base): BASE for value in plan.values}
     memory = Memory(BASE, BASE, weights, slots, BASE, lambda _: BASE)
     seen: set[int] = set()
-    plan = replace(plan, steps=_distinct(plan))
+    vocabulary = plan.value(plan.logits).shape[1].constant
+    logits = DeviceTensor(BASE, "float32", (1, vocabulary), (vocabulary, 1))
+    others = [cuda_sampling.sample(logits, {}).kernel, cuda_sampling.adjust(logits, {}, 0).kernel]
+    others += [lora.kernel(plan.value(str(s.inputs[0])).dtype, "float32") for s in plan.steps if s.op in PRODUCTS]
+    found |= {kernel.name: kernel for kernel in others}
+    plan = replace(plan, steps=_distinct(plan, fuse_gates(plan)))  # an adapter keeps gates from being fused
     for bucket in buckets(EngineLimits(**vars(limits)), spec.block_size):
         only = None if bucket.rows not in seen else _is_attention  # the rest depends on the rows alone
         seen.add(bucket.rows)
@@ -112,10 +121,10 @@ def kernels_of(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -
     return found
 
 
-def _distinct(plan: Plan) -> tuple[Step, ...]:
-    """One step of those that differ in names and places only: layers are alike."""
+def _distinct(plan: Plan, fused: Plan) -> tuple[Step, ...]:
+    """One step, of both, of those that differ in names and places only: layers are alike."""
     found: dict[Any, Step] = {}
-    for step in plan.steps:
+    for step in (*plan.steps, *fused.steps):
         given = dict(step.attributes)
         slot = plan.kv_slots[int(given.pop("slot"))] if "slot" in given else None
         names = (*step.inputs, None, *step.outputs)

@@ -112,7 +112,7 @@ def _tiles(contents: EngineContents, report: Mapping[str, Any]) -> list[tuple[st
         ("bits per parameter", f"{bits:.2f}"),
         ("KV cache", contents.kv_cache.dtype + (", less means" if report["kv_cache"].get("centred") else "")),
         ("longest sequence", f"{contents.limits.max_seq_len:,}"),
-        ("target", contents.target),
+        ("target", contents.target + ("" if contents.target == "cpu" else ", not verified on hardware")),
     ]
 
 

@@ -10,20 +10,27 @@ COLUMNS = 1024
 PARAMS = params_type("LoraParams", "x base a b ranks adapters y", "x_stride base_stride y_stride", "K N rank y_type")
 
 
+def kernel(x: str, weights: str) -> Kernel:
+    """That of a dtype of activations and one of adapters."""
+    return Kernel(
+        f"lora_{SHORT[TYPES[x]]}_{SHORT[TYPES[weights]]}",
+        "lora/lora_cuda.cuh",
+        f"lora<{TYPES[x]}, {TYPES[weights]}>",
+        PARAMS,
+        THREADS,
+    )
+
+
 def launches(call: Call) -> list[Launch]:
     """A and b are contiguous and of one dtype; base has the dtype of x."""
     x, base, a, b, ranks, adapters = call.inputs
     y = call.outputs[0]
     assert x and base and a and b and ranks and adapters, "no input of lora is optional"
     if x.dtype != base.dtype or a.dtype != b.dtype:
-        raise KernelError("x and base, and a and b, must have one dtype each")
-    kernel = Kernel(
-        f"lora_{SHORT[TYPES[x.dtype]]}_{SHORT[TYPES[a.dtype]]}",
-        "lora/lora_cuda.cuh",
-        f"lora<{TYPES[x.dtype]}, {TYPES[a.dtype]}>",
-        PARAMS,
-        THREADS,
-    )
+        raise KernelError(
+            f"there is no kernel for an adapter whose input is {x.dtype} and whose result is {base.dtype}; merge it "
+            "into the model: llmc build --lora DIR"
+        )
     params = PARAMS(
         x=x.address,
         base=base.address,
@@ -41,4 +48,4 @@ def launches(call: Call) -> list[Launch]:
         y_type=Y_TYPES[y.dtype],
     )
     grid = (y.shape[0], -(-y.shape[1] // COLUMNS), 1)
-    return [Launch(kernel, params, grid, max(4 * a.shape[1], 16))] if min(grid) else []
+    return [Launch(kernel(x.dtype, a.dtype), params, grid, max(4 * a.shape[1], 16))] if min(grid) else []

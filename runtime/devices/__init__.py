@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from llmc.runtime.batch import Executor
     from llmc.runtime.devices.cuda.device import Device
     from llmc.runtime.engine import Engine
+    from llmc.runtime.manifest import Manifest
 
 
-def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None, isa: str | None = None) -> Executor:
+def make_executor(
+    engine: Engine,
+    *,
+    num_blocks: int,
+    threads: int | None = None,
+    isa: str | None = None,
+    device: Device | None = None,
+) -> Executor:
     """The executor of an engine's target, or with ``LLMC_REFERENCE=1`` one that runs the references of the ops.
+
+    ``device``: of `open_device`, for engines that need one; it belongs to the executor from now on.
 
     Raises:
         UsageError: the references are asked for, and the engine is for another device or has adapters, or torch is not
@@ -41,49 +51,67 @@ def make_executor(engine: Engine, *, num_blocks: int, threads: int | None = None
             raise UsageError(f"LLMC_REFERENCE=1 needs the extra [build]: {error}") from error
         executor: Executor = reference.for_engine(engine, num_blocks=num_blocks)
         return executor
+    engine = replace(engine, plan=fuse_gates(engine.plan))
     if engine.manifest.target != "cpu":
-        return _cuda_executor(engine, num_blocks, isa)
+        return _cuda_executor(engine, num_blocks, isa, device)
     from llmc.runtime.devices.cpu import CpuExecutor
 
-    engine = replace(engine, plan=fuse_gates(engine.plan))
     return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)
 
 
-def check_device(path: Path) -> None:
-    """See whether an engine's device is there, which takes no time; the engine itself is not looked at.
+def open_device(engine: Engine) -> Device | None:
+    """The device that an engine runs on, to be closed by whoever opens it; None: the CPU.
 
     Raises:
-        EngineError: there is no engine, or none for a device of this machine.
+        EngineError: there is none that can be used, or the engine has no kernels for it; says why.
+    """
+    if engine.manifest.target == "cpu":
+        return None
+    return _fitting(engine.path, engine.manifest)
+
+
+def check_device(path: Path) -> None:
+    """Find out whether this machine has the device that the engine in a directory is built for; nothing is loaded.
+
+    Raises:
+        EngineError: as `open_device`, or there is no engine.
     """
     manifest = read_manifest(path)
     if manifest.target != "cpu":
-        from llmc.runtime.devices.cuda.targets import choose
-
-        device = open_cuda()
-        choose(path, manifest, device.capability, device.name)
+        _fitting(path, manifest).close()
 
 
 def open_cuda() -> Device:
-    """The device that engines for CUDA run on, opened once.
+    """A device object of its own for each executor.
 
     Raises:
-        EngineError: there is none that can be used; says why.
+        EngineError: there is no device that can be used; says why.
     """
-    if not _devices:
-        from llmc.runtime.devices.cuda.driver import CudaDevice
+    from llmc.runtime.devices.cuda.driver import CudaDevice
 
-        _devices.append(CudaDevice())
-    return _devices[0]
+    return CudaDevice()
 
 
-_devices: list[Device] = []
+def _fitting(path: Path, manifest: Manifest) -> Device:
+    from llmc.runtime.devices.cuda import targets
+
+    device = open_cuda()
+    try:
+        targets.choose(path, manifest, device.capability, device.name)
+    except BaseException:
+        device.close()
+        raise
+    return device
 
 
-def _cuda_executor(engine: Engine, num_blocks: int, isa: str | None) -> Executor:
+def _cuda_executor(engine: Engine, num_blocks: int, isa: str | None, device: Device | None) -> Executor:
     if isa is not None:
         raise UsageError(f"isa {isa}: the engine is built for {engine.manifest.target}, not for the CPU")
-    if any(step.op == "lora" for step in engine.plan.steps):
-        raise UsageError("engines for CUDA run no adapters yet; merge one into the model: llmc build --lora DIR")
     from llmc.runtime.devices.cuda.executor import CudaExecutor
 
-    return CudaExecutor(engine, open_cuda(), num_blocks=num_blocks)
+    device = device or _fitting(engine.path, engine.manifest)
+    try:
+        return CudaExecutor(engine, device, num_blocks=num_blocks)
+    except BaseException:
+        device.close()  # with all that it has allocated
+        raise

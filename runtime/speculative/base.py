@@ -170,3 +170,7 @@ class Proposer(ABC):
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended, or has been preempted: drop what is kept for it, if anything is."""
         return
+
+    def close(self) -> None:
+        """Give back what a device holds for it."""
+        return

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmc.errors import UsageError
 from llmc.runtime import strict
-from llmc.runtime.batch import Batch, Executor
+from llmc.runtime.batch import Batch, Closeable, Executor
 from llmc.runtime.engine import Engine, load_engine
 from llmc.runtime.kv_cache import BlockTable, KvCache
 from llmc.runtime.request import Sequence
@@ -154,6 +154,11 @@ class DraftProposer(Proposer):
         """Its blocks are free."""
         if (state := self._states.pop(sequence, None)) is not None:
             self._cache.release(state.table.blocks)
+
+    def close(self) -> None:
+        """With the engine's memory."""
+        if isinstance(self._executor, Closeable):
+            self._executor.close()
 
     def _start(self, query: Query) -> _Path | None:
         """Take back drafts that were wrong, and get blocks for new ones; None where there are none."""

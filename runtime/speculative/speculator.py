@@ -119,6 +119,10 @@ class Speculator:
         if self._controller is not None:
             self._controller.forget(sequence)
 
+    def close(self) -> None:
+        """Give back what a device holds for the proposer."""
+        self._proposer.close()
+
     def _queries(self, chunks: list[Chunk], budget: Budget) -> dict[int, Query]:
         """What the proposer is asked, by the number of the chunk."""
         depths = {

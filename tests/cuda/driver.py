@@ -21,6 +21,9 @@ from llmc.plugins.cuda import Kernel
 
 SOURCES = ROOT / "tests/cuda/driver"
 
+COUNTS = ("allocations", "bytes", "pinned", "modules", "graphs", "streams", "contexts", "launches", "waits", "copies")
+"""What a process holds of the driver, and from ``launches`` on what it did."""
+
 
 @cache
 def driver_folder() -> Path:
@@ -60,6 +63,18 @@ def environment(
     variables |= {f"SIMT_{name.upper()}": str(value) for name, value in settings.items()}
     old = os.environ.get("LD_LIBRARY_PATH", "")
     return variables | {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(driver_folder()), old]))}
+
+
+def counts(library: ctypes.CDLL) -> dict[str, int]:
+    """By the names of COUNTS; ``library``: what `fake_gpu` gives."""
+    found = (ctypes.c_uint64 * len(COUNTS))()
+    library.fake_counts(found)
+    return dict(zip(COUNTS, found, strict=True))
+
+
+def held(library: ctypes.CDLL) -> dict[str, int]:
+    """Only what is held now, and is more than nothing."""
+    return {name: number for name, number in list(counts(library).items())[:7] if number}
 
 
 @contextlib.contextmanager

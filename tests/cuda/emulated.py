@@ -1,11 +1,30 @@
 """The emulator as a device of the executor, without the driver: for tests of whole models that are quick."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import engines
 import numpy as np
 from emulator import Emulator
 
 from llmc.plugins.cuda import Launch
+from llmc.runtime.engine import Engine, load_engine
+
+CONFIG = engines.small_llama()
+
+
+class Built(NamedTuple):
+    """A model of transformers and its engine."""
+
+    model: Any
+    engine: Engine
+
+
+def build(folder: Path) -> Built:
+    """A small Llama for sm_90."""
+    sizes = {"max_batch_tokens": 64, "max_sequences": 8}
+    model, path = engines.build(CONFIG, folder, target="cuda:sm_90", dtype="bfloat16", **sizes)
+    return Built(model, load_engine(path))
 
 
 class EmulatedDevice:
@@ -22,6 +41,9 @@ class EmulatedDevice:
 
     def alloc(self, size: int, what: str) -> int:
         return self.emulator.alloc(size, what, known=True)
+
+    def close(self) -> None:
+        self.emulator.free()
 
     def host(self, size: int) -> np.ndarray:
         return np.zeros(size, np.uint8)

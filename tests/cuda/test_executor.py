@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import engines
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from driver import fake_gpu
-from emulated import EmulatedDevice
+from emulated import CONFIG, Built, EmulatedDevice
 from packed import MIXED, expected_logits, random_ids
 
 from llmc import LLM, SamplingParams
@@ -25,19 +25,10 @@ from llmc.plugins.cuda import Launch
 from llmc.runtime import devices
 from llmc.runtime.devices.cuda.driver import CudaDevice
 from llmc.runtime.devices.cuda.executor import CudaExecutor
-from llmc.runtime.engine import Engine, load_engine
 
 WHOLE = ((("a", 29),), (("b", 21),))
 DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
-CONFIG = engines.small_llama()
 TOKENS = 6
-
-
-class Built(NamedTuple):
-    """A model of transformers and its engine."""
-
-    model: Any
-    engine: Engine
 
 
 class Watched(CudaDevice):
@@ -58,21 +49,6 @@ class Watched(CudaDevice):
     def replay(self, graph: Any) -> None:
         self.calls.append("replay")
         super().replay(graph)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    folder = tmp_path_factory.mktemp("cuda")
-    sizes = {"max_batch_tokens": 64, "max_sequences": 8}
-    model, path = engines.build(CONFIG, folder, target="cuda:sm_90", dtype="bfloat16", **sizes)
-    return Built(model, load_engine(path))
-
-
-@pytest.fixture(autouse=True)
-def unopened(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No device is open, before and after."""
-    monkeypatch.setattr(devices, "_devices", [])
-    yield
 
 
 def clear_answers(model: Any, *lengths: int) -> list[tuple[list[int], list[int]]]:
@@ -108,14 +84,14 @@ def test_a_llama_gives_the_numbers_of_transformers(built: Built) -> None:
         assert device.waits and device.copies
 
 
-def test_the_driver_gives_the_tokens_of_transformers(built: Built) -> None:
+def test_the_driver_gives_the_tokens_of_transformers(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts at once, from a thread that has not opened the device; one sequence goes on into a second block."""
     answers = clear_answers(built.model, 5, 13)
     engine = built.engine
     kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90)
     with fake_gpu([kernel for name, kernel in kernels.items() if name != "move_positions"], mode="plain"):
         device = Watched()
-        devices._devices.append(device)
+        monkeypatch.setattr(devices, "open_cuda", lambda: device)
         llm = LLM(engine.path)
         found: list[Any] = []
         params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -125,7 +101,8 @@ def test_the_driver_gives_the_tokens_of_transformers(built: Built) -> None:
         thread.join()
         assert [list(output.choices[0].token_ids) for output in found] == [tokens for _, tokens in answers]
         calls = " ".join(device.calls)
-        assert calls == "run capture run replay replay replay capture run replay replay"
+        decoded = "replay run"  # the second chooses tokens
+        assert calls == " ".join(["run run capture run", *3 * [decoded], "capture run", *2 * [decoded]])
         llm.close()
 
 
@@ -156,11 +133,10 @@ def test_a_device_that_cannot_run_the_engine(built: Built, settings: dict[str, i
 def test_too_little_memory_of_the_device(built: Built) -> None:
     with fake_gpu([], memory=300_000), pytest.raises(ResourceError) as caught:
         LLM(built.engine.path)
-    assert f"needs {32 * 16 * 2 * 2 * 2 * 16 * 2} bytes" in str(caught.value)
-    devices._devices.clear()
+    assert f"one sequence of 512 tokens needs {32 * 16 * 2 * 2 * 2 * 16 * 2} bytes" in str(caught.value)
     with (
         fake_gpu([], memory=300_000),
-        pytest.raises(ResourceError, match=r"the KV cache of 900 blocks: needs \d+ bytes .* \d+ of 300000 are free"),
+        pytest.raises(ResourceError, match=r"the KV cache of 900 blocks needs \d+ bytes .* \d+ of 300000 are free"),
     ):
         LLM(built.engine.path, num_blocks=900)
 

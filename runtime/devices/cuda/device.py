@@ -68,3 +68,7 @@ class Device(Protocol):
     def sync(self) -> None:
         """Wait until all is done."""
         ...
+
+    def close(self) -> None:
+        """Give back everything: memory, kernels, graphs. A second time does nothing."""
+        ...

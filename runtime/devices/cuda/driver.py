@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +25,21 @@ SHARED_BYTES = 48 << 10
 OUT_OF_MEMORY, NO_DEVICE = 2, 100
 
 
+@dataclass
+class _Owned:
+    """What a device object has taken from the driver."""
+
+    stream: Any = None
+    memory: set[int] = field(default_factory=set)
+    pinned: set[int] = field(default_factory=set)
+    modules: list[Any] = field(default_factory=list)
+    graphs: list[Any] = field(default_factory=list)
+
+
 class CudaDevice:
     """One GPU, with a stream of its own. Implements ``device.Device``.
+
+    Each executor has its own object. What it has taken goes back to the driver at `close`, or with the object.
 
     Raises:
         EngineError: there is no driver or no device, the driver is too old, or cuda-bindings is not installed.
@@ -46,6 +61,9 @@ class CudaDevice:
             raise EngineError("the engine is built for CUDA, but this machine has no NVIDIA GPU that can be used")
         self._device = self._call("cuDeviceGet", ordinal)
         self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._owned = _Owned()
+        self._release = weakref.finalize(self, _give_back, cuda, self._device, self._context, self._owned)
+        self._release.atexit = False  # then the driver gives everything back
         self._enter()
         kinds = cuda.CUdevice_attribute
         major, minor = (
@@ -58,11 +76,9 @@ class CudaDevice:
         self.capability = 10 * int(major) + int(minor)
         name = self._call("cuDeviceGetName", 128, self._device)
         self.name = name.split(b"\0")[0].decode()
-        self._stream = self._call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._owned.stream = self._stream = self._call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._functions: dict[str, Any] = {}
         self._shared: dict[str, int] = {}
-        self._modules: list[Any] = []
-        self._kept: list[Any] = []
 
     def memory(self) -> tuple[int, int]:
         """Free bytes, and all of them."""
@@ -82,17 +98,21 @@ class CudaDevice:
             free, total = self.memory()
             raise ResourceError(
                 f"{what}: needs {size} bytes of device memory, but {free} of {total} are free on {self.name}; use less "
-                "kv_memory, lower limits, or a larger device"
+                "gpu_memory or kv_memory, lower limits, or a larger device"
             )
-        return int(self._check("cuMemAlloc", (status, *values)))
+        address = int(self._check("cuMemAlloc", (status, *values)))
+        self._owned.memory.add(address)
+        return address
 
     def host(self, size: int) -> NDArray[np.uint8]:
-        """Pinned memory, kept as long as the process."""
+        """Pinned memory."""
         if not size:
             return np.zeros(0, np.uint8)
         self._enter()
-        address = self._call("cuMemHostAlloc", size, 0)
-        buffer = (ctypes.c_uint8 * size).from_address(int(address))
+        address = int(self._call("cuMemHostAlloc", size, 0))
+        self._owned.pinned.add(address)
+        buffer = (ctypes.c_uint8 * size).from_address(address)
+        buffer.device = self  # type: ignore[attr-defined]  # an array that is still read keeps its memory
         return np.ctypeslib.as_array(buffer)
 
     def put(self, address: int, data: NDArray[Any]) -> None:
@@ -124,7 +144,7 @@ class CudaDevice:
         self._enter()
         for name, image in images.items():
             module = self._call("cuModuleLoadData", image)
-            self._modules.append(module)
+            self._owned.modules.append(module)
             self._functions[name] = self._call("cuModuleGetFunction", module, name.encode())
 
     def run(self, launches: Sequence[Launch]) -> None:
@@ -154,9 +174,11 @@ class CudaDevice:
             raise
         graph = self._call("cuStreamEndCapture", self._stream)
         try:
-            return self._call("cuGraphInstantiate", graph, 0)
+            made = self._call("cuGraphInstantiate", graph, 0)
         finally:
             self._call("cuGraphDestroy", graph)
+        self._owned.graphs.append(made)
+        return made
 
     def replay(self, graph: Any) -> None:
         """Run a graph."""
@@ -169,6 +191,10 @@ class CudaDevice:
             KernelError: a kernel has failed; the device can't be used by this process any more.
         """
         self._call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        """Give back everything. Arrays of `host` are not to be read any more."""
+        self._release()
 
     def _enter(self) -> None:
         """Make the context that of this thread: a step may come from any, and begins with `send`."""
@@ -185,6 +211,28 @@ class CudaDevice:
             text = name.decode() if isinstance(name, bytes) else str(name)
             raise KernelError(f"CUDA: {what} failed with {text} ({int(status)})")
         return values[0] if len(values) == 1 else tuple(values)
+
+
+def _give_back(cuda: ModuleType, device: Any, context: Any, owned: _Owned) -> None:
+    """All that a device object owns. After a fault of a kernel the driver refuses, and keeps it until the process ends.
+
+    So no status is looked at: there is nothing to be done about one.
+    """
+    if int(cuda.cuCtxSetCurrent(context)[0]):
+        return
+    if owned.stream is not None:
+        cuda.cuStreamSynchronize(owned.stream)
+    for graph in owned.graphs:
+        cuda.cuGraphExecDestroy(graph)
+    for module in owned.modules:
+        cuda.cuModuleUnload(module)
+    for address in owned.memory:
+        cuda.cuMemFree(address)
+    for address in owned.pinned:
+        cuda.cuMemFreeHost(address)
+    if owned.stream is not None:
+        cuda.cuStreamDestroy(owned.stream)
+    cuda.cuDevicePrimaryCtxRelease(device)
 
 
 def _bindings() -> ModuleType:

@@ -1,13 +1,17 @@
 """Runs the plan of an engine on a CUDA device.
 
-A step is one copy of the batch to the device, the launches of its bucket, one copy of the logits back and one wait. The
-launches of a bucket are made when it is first met; those of decodes and trees are recorded as a graph.
+A step is one copy of the batch to the device (and one of what tokens are drawn with), the launches of its bucket, one
+copy back and one wait. What comes back are tokens, and logits of rows only where the host needs them. The launches of a
+bucket are made when it is first met; those of decodes and trees are recorded as a graph.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +19,12 @@ from numpy.typing import NDArray
 
 from llmc.errors import EngineError, KernelError
 from llmc.plugins.cuda import Launch
-from llmc.runtime.batch import Batch
+from llmc.runtime.batch import Batch, Chosen, Draws
 from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.device import Device
+from llmc.runtime.devices.cuda.draws import MOST_CHANGES, draws_bytes, place
+from llmc.runtime.devices.cuda.draws import launches as sampling
+from llmc.runtime.devices.cuda.memory import plan_of
 from llmc.runtime.devices.cuda.program import (
     WORD_ROWS,
     Bucket,
@@ -30,6 +37,9 @@ from llmc.runtime.devices.cuda.program import (
     tensor,
 )
 from llmc.runtime.engine import Engine
+
+CLOSE_SECONDS = 5.0
+"""For a step that runs to end."""
 
 
 class Prepared:
@@ -45,11 +55,11 @@ class Prepared:
 
 
 class CudaExecutor:
-    """Implements ``runtime.batch.DraftExecutor`` for engines with a target such as cuda:sm_90.
+    """Implements ``runtime.batch.DraftExecutor`` and ``SamplingExecutor`` for engines with a target such as cuda:sm_90.
 
     Args:
         engine: what to run; its weights are copied to the device.
-        device: where.
+        device: where; the executor's own from now on.
         num_blocks: blocks of the KV cache.
 
     Raises:
@@ -63,7 +73,10 @@ class CudaExecutor:
             raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
         self.engine, self.device, self.plan, self.num_blocks = engine, device, plan, num_blocks
         self._arch = targets.choose(engine.path, engine.manifest, device.capability, device.name)
-        self._known = _kernels(engine)
+        self.isa = f"{self._arch} on {device.name}"
+        self.memory = replace(plan_of(engine, self._arch), blocks=num_blocks)
+        self.vocab_size, self.most_changes = plan.value(plan.logits).shape[1].constant, MOST_CHANGES
+        self._known, self._lock = _kernels(engine), threading.Lock()
         limits = engine.limits
         self._blocks = -(-limits.max_seq_len // engine.kv_cache.block_size)
         self._largest = Bucket(
@@ -85,13 +98,28 @@ class CudaExecutor:
         Raises:
             KernelError: the batch contradicts the engine's limits, or a token id is out of range.
         """
-        bucket = self._send(batch)
-        prepared = self._prepare(bucket)
-        if prepared.graph is not None:
-            self.device.replay(prepared.graph)
-        else:
-            self.device.run(prepared.between(0, len(prepared.steps)))
-        return self._rows(self.plan.logits, bucket, len(batch.logit_rows))
+        with self._open():
+            return self._rows(self.plan.logits, self._compute(batch), len(batch.logit_rows))
+
+    def choose(self, batch: Batch, draws: Draws) -> tuple[NDArray[np.float32], Chosen]:
+        """Tokens for the rows that are wanted, and logits as of `step` for the others; one wait for both.
+
+        Raises:
+            KernelError: as step.
+        """
+        with self._open():
+            bucket, device, count = self._compute(batch), self.device, draws.count
+            placed = place(draws, self._draws, self._drawn)
+            device.send(self._draws, self._drawn[: placed.size])
+            logits = tensor(self.plan.value(self.plan.logits), bucket, self._memory)
+            launches = sampling(replace(logits, shape=(count, self.vocab_size)), draws, placed)
+            self._load(launches)
+            device.run(launches)
+            found = self._drawn[placed.size : placed.size + 8 * count]
+            device.fetch(found, placed.rows["tokens"])
+            rows = self._rows(self.plan.logits, bucket, count, ~draws.wanted)
+            tokens, scores = np.split(found.copy(), 2)
+            return rows, Chosen(draws.wanted, tokens.view(np.int32), scores.view(np.float32))
 
     def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
@@ -101,30 +129,57 @@ class CudaExecutor:
         """
         if self._head is None:
             raise KernelError("the plan has no product that makes the logits, and so no embeddings")
-        bucket, count = self._send(batch), len(batch.logit_rows)
-        prepared = self._prepare(bucket)
-        self.device.run(prepared.between(0, self._head))
-        rows = self._rows(str(self.plan.steps[self._head].inputs[0]), bucket, count).copy()
-        if not logits:
-            return rows, None
-        self.device.run(prepared.between(self._head, len(prepared.steps)))
-        return rows, self._rows(self.plan.logits, bucket, count)
+        with self._open():
+            bucket, count = self._send(batch), len(batch.logit_rows)
+            prepared = self._prepare(bucket)
+            self.device.run(prepared.between(0, self._head))
+            rows = self._rows(str(self.plan.steps[self._head].inputs[0]), bucket, count).copy()
+            if not logits:
+                return rows, None
+            self.device.run(prepared.between(self._head, len(prepared.steps)))
+            return rows, self._rows(self.plan.logits, bucket, count)
 
     def move_positions(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy what the cache holds of positions of a sequence with these blocks, one after the other, in all slots."""
-        from llmc.plugins.paged_attention import cuda as attention
-
         if not len(sources):
             return
-        at, places = 0, []
-        for array in (blocks, sources, targets):
-            size = array.nbytes
-            if at + size > len(self._host):
-                raise KernelError(f"{len(sources)} positions to move are more than a step has")
-            self._host[at : at + size] = np.ascontiguousarray(array, np.int32).view(np.uint8)
+        with self._open():
+            self._move(blocks, sources, targets)
+
+    def close(self) -> None:
+        """Give back the memory of the device. A step that hangs keeps it until the process ends."""
+        if self._lock.acquire(timeout=CLOSE_SECONDS):
+            try:
+                self._closed = True
+                self.device.close()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """While nobody closes it."""
+        with self._lock:
+            if self._closed:
+                raise KernelError(f"{self.engine.path}: the engine is closed")
+            yield
+
+    def _move(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        from llmc.plugins.paged_attention import cuda as attention
+
+        arrays = [np.ascontiguousarray(array, np.int32).view(np.uint8) for array in (blocks, sources, targets)]
+        size = sum(aligned(array.nbytes) for array in arrays)
+        if self._moved + size > len(self._moves):
+            self.device.sync()  # what earlier calls put there is copied then
+            self._moved = 0
+        if size > min(len(self._moves), Inputs.of(self._largest).size):
+            raise KernelError(f"{len(sources)} positions to move are more than a step has")
+        begin, at, places = self._moved, 0, []
+        for array in arrays:
+            self._moves[begin + at : begin + at + array.nbytes] = array
             places.append(self._memory.inputs + at)
-            at = aligned(at + size)
-        self.device.send(self._memory.inputs, self._host[:at])
+            at += aligned(array.nbytes)
+        self._moved += at
+        self.device.send(self._memory.inputs, self._moves[begin : begin + at])
         launches = [
             attention.move_positions(
                 cache, slot.kv_heads, (slot.key_dim, slot.value_dim), places[0], places[1], places[2], len(sources)
@@ -133,14 +188,21 @@ class CudaExecutor:
         ]
         self._load(launches)
         self.device.run(launches)
-        self.device.sync()  # the host's memory is filled again by the next step
 
     # ----------------------------------------------------------------------------------------------------- a step
+    def _compute(self, batch: Batch) -> Bucket:
+        """Start a step, up to its logits."""
+        bucket = self._send(batch)
+        prepared = self._prepare(bucket)
+        if prepared.graph is not None:
+            self.device.replay(prepared.graph)
+        else:
+            self.device.run(prepared.between(0, len(prepared.steps)))
+        return bucket
+
     def _send(self, batch: Batch) -> Bucket:
         """Check the batch and copy it to the device."""
         bucket = self._bucket(batch)
-        if batch.adapters is not None and (batch.adapters >= 0).any():
-            raise KernelError("engines for CUDA run no LoRA adapters yet")
         ids = batch.input_ids
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.engine.model.vocab_size:
             raise KernelError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is out of range")
@@ -161,6 +223,13 @@ class CudaExecutor:
         width = min(bucket.max_blocks, blocks.shape[1])
         table[:count, :width] = blocks[:, :width]
         self._write(inputs, "block_tables", table)
+        adapters = np.full((bucket.rows + bucket.logit_rows,), -1, np.int32)
+        if batch.adapters is not None:
+            of_rows = np.repeat(batch.adapters, np.diff(batch.cu_seqlens))
+            adapters[: len(of_rows)] = of_rows
+            adapters[bucket.rows :][: len(batch.logit_rows)] = of_rows[batch.logit_rows]
+        self._write(inputs, "adapters", adapters[: bucket.rows])
+        self._write(inputs, "row_adapters", adapters[bucket.rows :])
         if batch.tree_mask is not None:
             mask = np.zeros((bucket.rows, bucket.tree_words), np.uint64)
             words = min(bucket.tree_words, batch.tree_mask.shape[1])
@@ -208,16 +277,22 @@ class CudaExecutor:
             self._prepared[bucket] = prepared
         return self._prepared[bucket]
 
-    def _rows(self, name: str, bucket: Bucket, count: int) -> NDArray[np.float32]:
-        """The first rows of a value of the last step."""
+    def _rows(
+        self, name: str, bucket: Bucket, count: int, wanted: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float32]:
+        """The first rows of a value of the last step, once it is done; of others than wanted ones nothing is valid."""
         found = tensor(self.plan.value(name), bucket, self._memory)
         kind = np.dtype(np.uint16) if found.dtype == "bfloat16" else np.dtype(found.dtype)
         stride, columns = found.strides[0], found.shape[1]
         size = ((count - 1) * stride + columns) * kind.itemsize if count else 0
-        if size > len(self._results):
+        if size > len(self._results) and (wanted is None or wanted.any()):
             self._results = self.device.host(size)
-        self.device.fetch(self._results[:size], found.address)
+        for begin, end in [(0, size)] if wanted is None else _runs(wanted, stride * kind.itemsize, size):
+            self.device.fetch(self._results[begin:end], found.address + begin)
         self.device.sync()
+        self._moved = 0
+        if size > len(self._results):
+            return np.zeros((0, columns), np.float32)
         data = self._results[:size].view(kind)
         steps = (stride * kind.itemsize, kind.itemsize)
         rows: NDArray[Any] = np.lib.stride_tricks.as_strided(data, (count, columns), steps)
@@ -228,13 +303,20 @@ class CudaExecutor:
     # ----------------------------------------------------------------------------------------------------- loading
     _memory: Memory
     _host: NDArray[np.uint8]
+    _drawn: NDArray[np.uint8]
+    _moves: NDArray[np.uint8]
+    """What calls of `move_positions` since the last wait have copied, up to ``_moved``."""
+    _moved: int
     _results: NDArray[np.uint8]
+    _draws: int
+    _closed = False
 
     def _allocate(self) -> None:
         """The three arenas, and what a batch takes."""
         device, engine, plan = self.device, self.engine, self.plan
-        inputs = Inputs.of(self._largest).size
-        self._host, self._results = device.host(inputs), device.host(0)
+        inputs, drawn = Inputs.of(self._largest).size, draws_bytes(engine.limits.max_batch_tokens)
+        self._host, self._drawn, self._results = device.host(inputs), device.host(drawn), device.host(0)
+        self._moves, self._moved = device.host(2 * inputs), 0
         offsets, at = {}, 0
         for name, weight in engine.weights.items():
             offsets[name], at = at, at + aligned(weight.data.nbytes)
@@ -248,15 +330,16 @@ class CudaExecutor:
         for address, size in ((base, pool), (arena, plan.arena_bytes)):
             device.fill(address, 0, size)
         self._tables: dict[bytes, int] = {}
+        self._draws = device.alloc(drawn, "what tokens are drawn with")
+        self._scratch_bytes = self.memory.scratch
         self._memory = Memory(
             arena=arena,
             inputs=device.alloc(inputs, "the inputs of a step"),
             weights={name: weights + offset for name, offset in offsets.items()},
             caches=caches(plan, engine.kv_cache, self.num_blocks, base)[0],
-            scratch=0,
+            scratch=device.alloc(max(self._scratch_bytes, 1), "the scratch memory of a step"),
             table=self._table,
         )
-        self._scratch_bytes = 0
 
     def _grow(self, size: int) -> None:
         self._scratch_bytes = size
@@ -286,6 +369,13 @@ class CudaExecutor:
         if images:
             self.device.load(images)
             self._loaded |= images.keys()
+
+
+def _runs(wanted: NDArray[np.bool_], row_bytes: int, size: int) -> Iterator[tuple[int, int]]:
+    """Bytes from and to which rows are wanted, that stand one after the other."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], wanted.view(np.int8), [0]])))
+    for begin, end in edges.reshape(-1, 2):
+        yield int(begin) * row_bytes, min(int(end) * row_bytes, size)
 
 
 def _kernels(engine: Engine) -> Mapping[str, str]:

@@ -62,6 +62,8 @@ class Inputs:
             "num_computed": 4 * bucket.sequences,
             "block_tables": 4 * bucket.sequences * bucket.max_blocks,
             "tree_mask": 8 * bucket.rows * bucket.tree_words,
+            "adapters": 4 * bucket.rows,
+            "row_adapters": 4 * bucket.logit_rows,
         }
         offsets, at = {}, 0
         for name, size in sizes.items():

@@ -108,19 +108,25 @@ static int device_uuid(char* uuid, int) {
 
 static int context_retain(void** context, int) {
   if (!state().initialized) return kNotInitialized;
-  *context = &state();
+  *context = reinterpret_cast<void*>(state().process);
+  ++state().retained;
   return kSuccess;
 }
 
-static int context_release(int) { return kSuccess; }
-
-static int context_set(void* context) {
-  context_is_current() = context != nullptr;
+static int context_release(int) {
+  --state().retained;
   return kSuccess;
+}
+
+// A context of before fake_reset is none: whoever holds one gives nothing back that others have by now.
+static int context_set(void* context) {
+  bool known = context == reinterpret_cast<void*>(state().process);
+  context_is_current() = known;
+  return known || !context ? kSuccess : kInvalidContext;
 }
 
 static int context_get(void** context) {
-  *context = context_is_current() ? &state() : nullptr;
+  *context = context_is_current() ? reinterpret_cast<void*>(state().process) : nullptr;
   return kSuccess;
 }
 
@@ -192,6 +198,15 @@ extern "C" __attribute__((visibility("default"))) int cuGetProcAddress_v2(const 
   return *function ? fake::kSuccess : fake::kNotFound;
 }
 
+// What is held now, and what was done since fake_reset; in the order of the names in driver.py.
+extern "C" __attribute__((visibility("default"))) void fake_counts(uint64_t* counts) {
+  auto& s = fake::state();
+  std::lock_guard guard(s.mutex);
+  const uint64_t all[] = {s.allocations.size(), s.used,    s.pinned,   s.modules, s.graphs,
+                          s.streams.size(),     s.retained, s.launches, s.waits,   s.copies};
+  memcpy(counts, all, sizeof all);
+}
+
 // As a new process would find it, for tests in one process; memory is freed, other handles are not to be used again.
 extern "C" __attribute__((visibility("default"))) void fake_reset() {
   auto& s = fake::state();
@@ -205,7 +220,7 @@ extern "C" __attribute__((visibility("default"))) void fake_reset() {
     free(reinterpret_cast<void*>(address));
   }
   s.allocations.clear();
-  s.used = 0;
+  s.used = s.pinned = s.modules = s.graphs = s.retained = s.launches = s.waits = s.copies = 0;
   s.initialized = false;
   ++s.process;
 }

@@ -60,10 +60,14 @@ static int memory_info(size_t* free_bytes, size_t* total) {
 static int host_alloc(void** p, size_t bytes, unsigned) {
   FAKE_CALL;
   *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  return *p ? kSuccess : kOutOfMemory;
+  if (!*p) return kOutOfMemory;
+  ++state().pinned;
+  return kSuccess;
 }
 
 static int host_free(void* p) {
+  FAKE_LOCK;
+  --state().pinned;
   free(p);
   return kSuccess;
 }
@@ -91,6 +95,7 @@ static int download(void* to, Address from, size_t bytes) {
 
 static int upload_async(Address to, const void* from, size_t bytes, void* stream) {
   FAKE_CALL;
+  ++state().copies;
   if (!inside(to, bytes)) return kInvalidValue;
   return enqueue(stream, [=] {
     memcpy(reinterpret_cast<void*>(to), from, bytes);
@@ -100,6 +105,7 @@ static int upload_async(Address to, const void* from, size_t bytes, void* stream
 
 static int download_async(void* to, Address from, size_t bytes, void* stream) {
   FAKE_CALL;
+  ++state().copies;
   if (!inside(from, bytes)) return kInvalidValue;
   return enqueue(stream, [=] {
     memcpy(to, reinterpret_cast<const void*>(from), bytes);

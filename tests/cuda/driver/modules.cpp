@@ -37,11 +37,14 @@ static int module_load(void** module, const void* data) {
   }
   auto sections = field<uint64_t>(image, 40);
   size_t size = sections + static_cast<size_t>(field<uint16_t>(image, 58)) * field<uint16_t>(image, 60);
+  ++state().modules;
   *module = new Module{std::string(static_cast<const char*>(data), size), {}};
   return kSuccess;
 }
 
 static int module_unload(void* module) {
+  FAKE_LOCK;
+  --state().modules;
   delete static_cast<Module*>(module);
   return kSuccess;
 }

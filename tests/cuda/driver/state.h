@@ -76,7 +76,8 @@ struct State {
   std::vector<Stream*> streams;
   std::map<Address, size_t> allocations;
   size_t used = 0;
-  uint64_t launches = 0;
+  uint64_t pinned = 0, modules = 0, graphs = 0, retained = 0;  // held now
+  uint64_t launches = 0, waits = 0, copies = 0;                // so far; copies between host and device
 };
 State& state();
 bool& context_is_current();  // in this thread

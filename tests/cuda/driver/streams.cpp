@@ -61,6 +61,7 @@ static int stream_destroy(void* handle) {
 
 static int stream_synchronize(void* handle) {
   FAKE_CALL;
+  ++state().waits;
   Stream* stream = stream_of(handle);
   if (stream->capture) return kCaptureUnsupported;
   if (stream == &state().null_stream) return drain_blocking();
@@ -115,6 +116,7 @@ static int is_capturing(void* handle, int* status) {
 static int graph_instantiate(void** executable, void* graph, unsigned long long) {
   FAKE_CALL;
   *executable = new Graph(*static_cast<Graph*>(graph));
+  ++state().graphs;
   return kSuccess;
 }
 
@@ -132,6 +134,12 @@ static int graph_upload(void*, void*) { return kSuccess; }
 static int graph_destroy(void* graph) {
   delete static_cast<Graph*>(graph);
   return kSuccess;
+}
+
+static int executable_destroy(void* graph) {
+  FAKE_LOCK;
+  --state().graphs;
+  return graph_destroy(graph);
 }
 
 static int event_create(void** event, unsigned) {
@@ -203,7 +211,7 @@ void add_streams(Table& t) {
   t["cuGraphUpload"] = reinterpret_cast<void*>(graph_upload);
   t["cuGraphLaunch"] = reinterpret_cast<void*>(graph_launch);
   t["cuGraphDestroy"] = reinterpret_cast<void*>(graph_destroy);
-  t["cuGraphExecDestroy"] = reinterpret_cast<void*>(graph_destroy);
+  t["cuGraphExecDestroy"] = reinterpret_cast<void*>(executable_destroy);
   t["cuEventCreate"] = reinterpret_cast<void*>(event_create);
   t["cuEventDestroy"] = reinterpret_cast<void*>(event_destroy);
   t["cuEventRecord"] = reinterpret_cast<void*>(event_record);

@@ -1,0 +1,144 @@
+"""The device chooses tokens: those that the host would choose, and nothing else comes back."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import counts, fake_gpu
+from emulated import CONFIG, Built, EmulatedDevice
+
+from llmc import LLM, SamplingParams
+from llmc.compiler.cuda.build import kernels_of
+from llmc.runtime import devices
+from llmc.runtime.batch import Chosen
+from llmc.runtime.chunk import Chunk
+from llmc.runtime.device_draws import draws_of
+from llmc.runtime.devices.cuda.draws import MOST_CHANGES
+from llmc.runtime.request import Request
+from llmc.runtime.sampling import NONE_ALLOWED, NOT_FINITE, Sampler, chosen_on_device
+from llmc.runtime.speculative.base import Tree
+
+SIZE = CONFIG.vocab_size
+DEVICE: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"seed": 1},
+    {"seed": 2, "temperature": 0.7, "top_k": 20},
+    {"seed": 3, "temperature": 1.5, "top_p": 0.8, "min_p": 0.02, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"seed": 4, "repetition_penalty": 1.4, "logit_bias": {5: 4.0, 9: -100.0}},
+    {"temperature": 0, "min_tokens": 4, "logit_bias": {2: 50.0}},
+)
+HOST: tuple[dict[str, Any], ...] = ({"temperature": 0, "logprobs": 2}, {"seed": 6, "prompt_logprobs": 1})
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EmulatedDevice]]:
+    """The devices that were opened."""
+    opened: list[EmulatedDevice] = []
+
+    def open_one() -> EmulatedDevice:
+        opened.append(EmulatedDevice())
+        return opened[-1]
+
+    monkeypatch.setattr(devices, "open_cuda", open_one)
+    yield opened
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [np.random.default_rng(i).integers(3, SIZE, 4 + 3 * i).tolist() for i in range(count)]
+
+
+def answers(llm: LLM, settings: tuple[dict[str, Any], ...]) -> list[Any]:
+    params = [SamplingParams(max_tokens=6, **values) for values in settings]
+    return [
+        (list(c.token_ids), c.finish_reason) for out in llm.generate(prompts(len(params)), params) for c in out.choices
+    ]
+
+
+def test_the_tokens_that_the_host_would_choose(built: Built, emulated: list[EmulatedDevice]) -> None:
+    llm = LLM(built.engine.path, check=True)
+    found = answers(llm, (*DEVICE, *HOST))
+    (device,) = emulated
+    assert device.waits == llm.scheduler.statistics.steps
+    llm.scheduler._device = None  # as with an executor that only gives logits
+    assert answers(llm, (*DEVICE, *HOST)) == found
+    assert "sample_rows_f32" in device.names
+
+
+def test_one_wait_for_a_step_and_only_tokens_come_back(built: Built) -> None:
+    engine = built.engine
+    kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90)
+    with fake_gpu([kernel for name, kernel in kernels.items() if name != "move_positions"], mode="plain") as gpu:
+        llm = LLM(engine.path)
+        fetched: list[int] = []
+        device = llm.executor.device  # type: ignore[attr-defined]
+        fetch = device.fetch
+        device.fetch = lambda data, address: (fetched.append(data.nbytes), fetch(data, address))
+        before = counts(gpu)
+        llm.generate(prompts(3), SamplingParams(max_tokens=4, temperature=0))
+        steps, after = llm.scheduler.statistics.steps, counts(gpu)
+        assert after["waits"] - before["waits"] == steps
+        assert after["copies"] - before["copies"] == 3 * steps  # the batch, what is drawn with, tokens
+        assert fetched == [8 * 3] * steps
+        assert after["bytes"] == before["bytes"], "nothing is allocated by steps"
+        assert after["graphs"] > 0
+        llm.close()
+
+
+def sequence(**values: Any) -> Any:
+    """One with a prompt of four tokens, and two that came."""
+    request = Request(0, [7, 8, 9, 8], SamplingParams(**values), 10, frozenset({2}))
+    found = request.sequences[0]
+    for token in (8, 30):
+        found.append(token, None)
+    return found
+
+
+def test_rows_that_a_device_can_do() -> None:
+    device, host = sequence(temperature=0), sequence(temperature=0, logprobs=1)
+    changed = sequence(seed=3, frequency_penalty=0.5, min_tokens=5, logit_bias={2: 3.0, 40: 1.0})
+    tree = Tree((5, 6, 7), (-1, -1, 0))
+    chunks = [
+        Chunk(device, 0, 3, 5),  # a part of a prompt: no row
+        Chunk(host, 5, 6, 5),
+        Chunk(changed, 5, 6, 5),
+        Chunk(device, 5, 6, 5, tree),
+        Chunk(changed, 5, 6, 5, tree),
+    ]
+    draws = draws_of(chunks, SIZE, MOST_CHANGES, exact=True)
+    assert draws is not None
+    assert draws.wanted.tolist() == [False, True, *[True] * 4, *[False] * 4]
+    assert draws.bounds.tolist() == [0, 0, 4, *[4] * 8]
+    assert draws.ids.tolist() == [2, 8, 30, 40]
+    assert draws.penalties.tolist() == [0, 0.5, 0.5, 0]
+    assert draws.biases.tolist() == [-np.inf, 0, 0, 1]
+    cramped = draws_of(chunks, SIZE, 3, exact=True)
+    assert cramped is not None and not cramped.wanted[1]
+    loose = draws_of(chunks, SIZE, MOST_CHANGES, exact=False)
+    assert loose is not None and loose.wanted.tolist() == [False, True, *[False] * 8]
+    assert draws_of(chunks[:2], SIZE, MOST_CHANGES, exact=True) is None
+
+
+def test_random_numbers_are_those_of_places() -> None:
+    """Of a tree's rows: of the place that a token below has."""
+    drawn = sequence(seed=11)
+    tree = Tree((5, 6, 7), (-1, 0, 0))
+    draws = draws_of([Chunk(drawn, 5, 6, 5, tree)], SIZE, MOST_CHANGES, exact=True)
+    assert draws is not None
+    rows = np.random.default_rng(1).standard_normal((4, SIZE)).astype(np.float32)
+    sampler = Sampler()
+    from llmc.runtime.sampling import sample_token
+
+    for row, later in ((0, []), (1, [5]), (2, [5, 6]), (3, [5, 7])):
+        expected = sequence(seed=11)
+        for token in later:
+            expected.append(token, None)
+        token = sample_token(rows[row], expected.request.params, draws.draws[row])
+        assert sampler.sample_row(rows[row], expected).token == token
+
+
+def test_rows_without_a_token() -> None:
+    scores = np.array([1.0, np.nan, np.inf, -np.inf], np.float32)
+    chosen = Chosen(np.ones(4, bool), np.array([3, 1, 2, 0], np.int32), scores)
+    assert chosen_on_device(chosen, 0).token == 3
+    assert [chosen_on_device(chosen, i).error for i in (1, 2, 3)] == [NOT_FINITE, NOT_FINITE, NONE_ALLOWED]
