@@ -64,7 +64,6 @@ class Compiled:
     kv_dtype: str
     planned: Planned | None = None
     """What is to be quantized; ``lowered`` then has tensors of the right sizes, without numbers."""
-
     imported: Imported | None = None
     """Weights that the checkpoint stores quantized."""
 
@@ -346,7 +345,7 @@ def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, pr
         target=compiled.target.name,
         plan=model.lowered.plan,
         weights=list(model.lowered.weights.values()),
-        report=contents.report | device_facts(replace(compiled, cuda=model)),
+        report=contents.report | device_facts(compiled, model),
     )
     progress.step("writing weights for the device", compiled.estimate.weight_bytes)
     write_files(staging, contents, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.config import BLOCK_SIZE
@@ -16,6 +16,7 @@ from llmc.runtime.plan import Plan
 
 if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
+    from llmc.compiler.cuda.build import CudaModel
 
 GIGABYTES = (24, 80, 141)
 """Memory of devices that people have: an RTX 4090 or L4, an H100, an H200."""
@@ -36,13 +37,12 @@ def device_memory(compiled: Compiled) -> dict[str, Any]:
     return memory_facts(needs, plan, spec, limits, arch)
 
 
-def device_facts(compiled: Compiled) -> dict[str, Any]:
+def device_facts(compiled: Compiled, model: CudaModel) -> dict[str, Any]:
     """What the report of an engine says of the device."""
-    assert compiled.cuda is not None, "it is for a device"
     return {
-        "weights": weights(compiled.cuda.lowered),
-        "kernels": {arch: sorted(found) for arch, found in compiled.cuda.kernels.items()},
-        "device_memory": device_memory(compiled),
+        "weights": weights(model.lowered),
+        "kernels": {arch: sorted(found) for arch, found in model.kernels.items()},
+        "device_memory": device_memory(replace(compiled, cuda=model)),
         "verified_on_hardware": False,
     }
 
