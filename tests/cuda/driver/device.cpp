@@ -202,7 +202,7 @@ extern "C" __attribute__((visibility("default"))) int cuGetProcAddress_v2(const 
 extern "C" __attribute__((visibility("default"))) void fake_counts(uint64_t* counts) {
   auto& s = fake::state();
   std::lock_guard guard(s.mutex);
-  const uint64_t all[] = {s.allocations.size(), s.used,    s.pinned,   s.modules, s.graphs,
+  const uint64_t all[] = {s.allocations.size(), s.used,     s.pinned,   s.modules, s.graphs,
                           s.streams.size(),     s.retained, s.launches, s.waits,   s.copies};
   memcpy(counts, all, sizeof all);
 }
