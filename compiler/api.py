@@ -345,7 +345,7 @@ def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, pr
         target=compiled.target.name,
         plan=model.lowered.plan,
         weights=list(model.lowered.weights.values()),
-        report=contents.report | device_facts(compiled, model),
+        report={**contents.report, **device_facts(compiled, model)},
     )
     progress.step("writing weights for the device", compiled.estimate.weight_bytes)
     write_files(staging, contents, progress)
