@@ -16,13 +16,14 @@ from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
 from llmc.compiler.cuda.build import CudaModel, check_dtypes, cuda_model, images
 from llmc.compiler.cuda.sizes import device_facts
+from llmc.compiler.eagle.build import EagleToBuild, add_eagle, check_model, open_eagle
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
 from llmc.compiler.golden import record_goldens
 from llmc.compiler.lora import linears_of, merge
 from llmc.compiler.lower import LoweredGraph, LoweredModel, lower_steps, plan_steps
-from llmc.compiler.medusa.build import HeadsToBuild, add_heads, check_heads, open_heads
+from llmc.compiler.medusa.build import add_heads, check_heads, open_heads
 from llmc.compiler.pipeline import make_graph
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import kv_cache, locked
@@ -72,6 +73,9 @@ class Compiled:
 
     room: Room = NO_ROOM
     """What quantizing takes at most, be it of weights or of the KV cache."""
+
+    eagle: EagleToBuild | None = None
+    """A draft layer; ``steps`` also give what it goes on with."""
 
     cuda: CudaModel | None = None
     """For the target cuda: what the engine becomes at the end. All before is for the CPU, which runs it then."""
@@ -135,7 +139,7 @@ def build_engine(
             heads = open_heads(config, compiled.steps, compiled.target.name)
             check_disk(compiled.estimate, staging.path, work_path(Path(engine)))
             progress.step("hashing the model")
-            hashes = inputs.result() | _adapter_files(config) | _head_files(heads)
+            hashes = inputs.result() | facts.added_files(config, heads, compiled.eagle)
         if config.locked is not None:
             locked.check(config.locked, hashes, facts.versions())
         with _quantized(compiled, config, tokenizer, Path(engine), hashes, progress) as (compiled, quantization, text):
@@ -150,6 +154,8 @@ def build_engine(
             write_selftest(staging, record_goldens(staging.path, contents.model.parameters))
             if heads is not None:
                 contents = add_heads(heads, staging, contents, compiled, config, text, progress)
+            if compiled.eagle is not None:
+                contents = add_eagle(compiled.eagle, staging, contents, compiled, config, progress)
             found = None if wanted is None else wanted.measure(staging.path, checkpoint, progress)
             if compiled.cuda is not None:
                 contents = _for_cuda(contents, compiled, staging, progress)
@@ -181,42 +187,27 @@ def open_checkpoint(model: Path | str, config: BuildConfig, progress: Progress) 
     return checkpoint if config.lora is None else merge(checkpoint, read_adapter(config.lora))
 
 
-def _head_files(heads: HeadsToBuild | None) -> dict[str, dict[str, Any]]:
-    return {} if heads is None else {f"medusa/{name}": dict(entry) for name, entry in heads.heads.files.items()}
-
-
-def _adapter_files(config: BuildConfig) -> dict[str, dict[str, Any]]:
-    files = {} if config.lora is None else read_adapter(config.lora).files
-    return {f"lora/{name}": dict(entry) for name, entry in files.items()}
-
-
 def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progress) -> Compiled:
     """All stages up to the plan. No weight is read."""
     if config.reuse is not None and not (config.reuse / manifest.NAME).exists():
         raise UsageError(f"--reuse {config.reuse}: there is no engine")
-    target = find_target(config.target)
+    target, eagle = find_target(config.target), open_eagle(config)
     limits = facts.limits(checkpoint.config, config)
     dtype = checkpoint.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     check_dtypes(target, dtype, kv_dtype)
-    longest = facts.model_limit(checkpoint.config)
-    if longest is not None and limits.max_seq_len > longest:
-        progress.note(
-            f"--max-seq-len {limits.max_seq_len} is more than the {longest} positions that the model was made for"
-        )
-    if dtype == "float16" != checkpoint.dtype:
-        progress.note(
-            "activations stay float32, so those beyond the range of float16 (65504) are kept; "
-            f"keys and values are stored as {kv_dtype}"
-        )
+    for note in facts.notes(checkpoint, limits, dtype, kv_dtype):
+        progress.note(note)
     progress.step("tracing")
     program = trace(checkpoint.config, max_seq_len=limits.max_seq_len)
     for note in program.notes.values():
         progress.note(note)
     progress.step("fusing")
-    graph = make_graph(program, checkpoint.weight)
+    graph = make_graph(program, checkpoint.weight, None if eagle is None else eagle.add_outputs)
     progress.step("lowering")
     steps = lower_steps(graph, target, dtype)
+    if eagle is not None:
+        check_model(eagle, steps)
     recipe, planned, imported = config.quantization_recipe, None, None
     parameters = {name: checkpoint.weight(name) for name in checkpoint.names}
     if recipe is not None:
@@ -248,6 +239,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         planned,
         imported,
         room=room_for(planned, last if kv_cache.is_centred(kv_dtype) else None, config.calibration),
+        eagle=eagle,
         cuda=cuda,
     )
 

@@ -62,6 +62,7 @@ QUALITY = (
     show_default=True,
     help="What auto weighs gains against: a table of the target, or times of steps on this machine.",
 )
+@click.option("--eagle", type=click.Path(path_type=Path), help="An EAGLE-1 or EAGLE-3 layer to put into the engine.")
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
 @quantization_options
 @options(QUALITY)
@@ -204,6 +205,7 @@ FREE_OF_LOCK = (
     "calib",
     "reuse",
     "medusa",
+    "eagle",
     "eval",
     "eval_prompts",
     "allow_hard_links",
@@ -225,7 +227,7 @@ def _locked(given: dict[str, Any]) -> BuildConfig:
         if name not in FREE_OF_LOCK and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             option = next((o.opts[-1] for o in context.command.params if o.name == name), name)
             raise UsageError(f"{option}: --locked repeats a build as it was; leave the option away")
-    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links", "lora", "medusa")}
+    kept = {name: given[name] for name in ("locked", "calib", "reuse", "allow_hard_links", "lora", "medusa", "eagle")}
     return BuildConfig(**(locked.options_of(given["locked"]) | kept))
 
 

@@ -55,6 +55,7 @@ class BuildConfig:
     ``lora``: a LoRA adapter that is merged into the weights first.
     ``medusa``: Medusa heads to put into the engine; ``medusa_tree``: auto, chain:N or a file of paths; ``medusa_cost``:
     what the tree is chosen by, the target's ``default`` table or to ``measure`` steps here.
+    ``eagle``: an EAGLE-1 or EAGLE-3 layer to put into the engine.
     ``locked``: the recipe.json of an engine that has to come out again; see compiler/quantize/locked.py.
     """
 
@@ -83,6 +84,7 @@ class BuildConfig:
     medusa: Path | None = None
     medusa_tree: str = "auto"
     medusa_cost: str = "default"
+    eagle: Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_dtype", KV_ALIASES.get(self.kv_dtype, self.kv_dtype))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import llmc
 from llmc.compiler.checkpoint import Checkpoint
@@ -19,8 +19,13 @@ from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.decisions import method_text
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.errors import UsageError
+from llmc.runtime.adapter_file import read_adapter
 from llmc.runtime.manifest import ModelFacts
 from llmc.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    from llmc.compiler.eagle.build import EagleToBuild
+    from llmc.compiler.medusa.build import HeadsToBuild
 
 POSITION_LIMITS = (
     "max_position_embeddings",
@@ -163,3 +168,30 @@ def weights(lowered: LoweredModel) -> dict[str, Any]:
         weight.name: {"dtype": weight.dtype, "shape": list(weight.shape), "bytes": weight.nbytes}
         for weight in lowered.weights.values()
     }
+
+
+def notes(checkpoint: Checkpoint, limits: Limits, dtype: str, kv_dtype: str) -> list[str]:
+    """What a user is told before anything is built."""
+    found, longest = [], model_limit(checkpoint.config)
+    if longest is not None and limits.max_seq_len > longest:
+        found.append(
+            f"--max-seq-len {limits.max_seq_len} is more than the {longest} positions that the model was made for"
+        )
+    if dtype == "float16" != checkpoint.dtype:
+        found.append(
+            "activations stay float32, so those beyond the range of float16 (65504) are kept; "
+            f"keys and values are stored as {kv_dtype}"
+        )
+    return found
+
+
+def added_files(
+    config: BuildConfig, heads: HeadsToBuild | None, eagle: EagleToBuild | None
+) -> dict[str, dict[str, Any]]:
+    """Hashes of what is put into the engine besides the model: an adapter, Medusa heads, an EAGLE layer."""
+    lists: dict[str, Mapping[str, Mapping[str, Any]]] = {
+        "lora": {} if config.lora is None else read_adapter(config.lora).files,
+        "medusa": {} if heads is None else heads.heads.files,
+        "eagle": {} if eagle is None else eagle.eagle.files,
+    }
+    return {f"{kind}/{name}": dict(entry) for kind, files in lists.items() for name, entry in files.items()}

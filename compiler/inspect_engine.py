@@ -36,6 +36,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "kv_centred": "yes" if any(_is_centred(step) for step in engine.plan.steps) else "no",
         "medusa": None if engine.heads is None else shown(engine.heads.tree),
         "medusa_expected": _report(engine).get("medusa", {}).get("expected"),
+        "eagle": _report(engine).get("eagle", {}).get("shown") if engine.eagle is not None else None,
         "limits": asdict(engine.limits),
         "model_limit": model.max_position_embeddings,
         "rope": model.rope,

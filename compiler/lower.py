@@ -30,7 +30,7 @@ class LoweredGraph:
     """The steps of a model before its buffers are placed: what quantization rewrites.
 
     ``logits`` is the view that they end in. ``weights`` may hold more than the steps read.
-    ``given``: buffers that are written from outside before the first step.
+    ``given``: buffers that are written from outside before the first step. ``features``: what is there at the end, too.
     """
 
     steps: Sequence[LoweredStep]
@@ -38,6 +38,7 @@ class LoweredGraph:
     weights: Mapping[str, Tensor]
     kv_slots: Mapping[int, KvSlot]
     given: tuple[Buffer, ...] = ()
+    features: tuple[View, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def lower_steps(graph: ir.Model, target: Target, dtype: str) -> LoweredGraph:
     """The steps of a graph.
 
     Args:
-        graph: inputs are the batch inputs of ``runtime.plan``, the output is the logits [N, V].
+        graph: inputs are the batch inputs of ``runtime.plan``, the output is the logits [N, V]; maybe features behind.
         target: what it is built for.
         dtype: of the weights of linear, embedding and moe: float32, bfloat16 or float16.
 
@@ -78,8 +79,9 @@ def lower_steps(graph: ir.Model, target: Target, dtype: str) -> LoweredGraph:
         if not all(builder.is_constant(value) for value in node.outputs):
             _lower_node(builder, node)
     logits = _logits(builder, graph.graph)
-    steps = remove_copies(_live_steps(builder.steps, logits), logits)
-    return LoweredGraph(steps, logits, builder.weights, builder.kv_slots)
+    features = tuple(_feature(builder, value) for value in graph.graph.outputs[1:])
+    steps = remove_copies(_live_steps(builder.steps, [logits, *features]), [logits, *features])
+    return LoweredGraph(steps, logits, builder.weights, builder.kv_slots, features=features)
 
 
 def plan_steps(lowered: LoweredGraph, target: Target, limits: Limits) -> LoweredModel:
@@ -88,9 +90,8 @@ def plan_steps(lowered: LoweredGraph, target: Target, limits: Limits) -> Lowered
     Raises:
         CompileError: the steps contradict each other, or the target has no kernel for one.
     """
-    arena = memory.plan_arena(
-        lowered.steps, [lowered.logits.buffer], limits.max_batch_tokens, target.alignment, lowered.given
-    )
+    kept = [view.buffer for view in (lowered.logits, *lowered.features)]
+    arena = memory.plan_arena(lowered.steps, kept, limits.max_batch_tokens, target.alignment, lowered.given)
     plan = _plan(lowered, arena)
     used = {value.base for value in plan.values if value.storage is Storage.WEIGHT}
     model = LoweredModel(plan, {name: weight for name, weight in lowered.weights.items() if name in used})
@@ -152,8 +153,8 @@ def _apply_rule(builder: Builder, node: ir.Node, op: str) -> None:
 
 def _logits(builder: Builder, graph: ir.Graph) -> View:
     """The graph's output as contiguous float32 [N, V] in the arena."""
-    if len(graph.outputs) != 1:
-        raise CompileError(f"the graph has {len(graph.outputs)} outputs, expected the logits")
+    if not graph.outputs:
+        raise CompileError("the graph has no output, expected the logits")
     view = builder.convert(builder.view(graph.outputs[0]), "float32")
     rows = view.collapse(2) if view.rank > 1 else None
     if rows is None or rows.shape[0] != Dim(rows=1) or not rows.shape[1].is_constant:
@@ -163,9 +164,20 @@ def _logits(builder: Builder, graph: ir.Graph) -> View:
     return builder.copy(rows)
 
 
-def _live_steps(steps: Sequence[LoweredStep], logits: View) -> list[LoweredStep]:
+def _feature(builder: Builder, value: ir.Value) -> View:
+    """A further output as float32 [T, width] in the arena."""
+    view = builder.convert(builder.view(value), "float32")
+    rows = view.collapse(2)
+    if rows is None or rows.buffer.storage is not Storage.ARENA:
+        rows = builder.copy(view).collapse(2)
+    if rows is None or rows.shape[0] != Dim(tokens=1) or not rows.shape[1].is_constant:
+        raise CompileError(f"the features {value.name} have shape {show(view.shape)}, expected [T, width]")
+    return rows
+
+
+def _live_steps(steps: Sequence[LoweredStep], outputs: Sequence[View]) -> list[LoweredStep]:
     """Without the steps whose results nobody reads; attention stays, since it fills the cache."""
-    needed = {logits.buffer}
+    needed = {view.buffer for view in outputs}
     kept = []
     for step in reversed(steps):
         if step.op == "paged_attention" or any(view.buffer in needed for view in step.outputs):
@@ -193,7 +205,7 @@ def _plan(lowered: LoweredGraph, arena: memory.Arena) -> Plan:
         inputs = tuple(None if view is None else name_of(view) for view in step.inputs)
         outputs = tuple(name_of(view) for view in step.outputs)
         plan_steps.append(Step(step.op, inputs, outputs, step.attributes, step.module))
-    logits = name_of(lowered.logits)
+    logits, *features = map(name_of, (lowered.logits, *lowered.features))
     slots = lowered.kv_slots
     if sorted(slots) != list(range(len(slots))):
         raise CompileError(f"the attention ops use the slots {sorted(slots)}, expected 0 to {len(slots) - 1}")
@@ -203,4 +215,5 @@ def _plan(lowered: LoweredGraph, arena: memory.Arena) -> Plan:
         arena.nbytes,
         logits,
         tuple(slots[number] for number in range(len(slots))),
+        features=tuple(features),
     )

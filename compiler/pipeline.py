@@ -23,12 +23,17 @@ from llmc.passes.fx import WEIGHT_DTYPES, ordered_fx_passes
 from llmc.passes.fx.evaluate import module_path
 
 
-def make_graph(program: Traced, weight_source: Callable[[str], WeightSource] | None = None) -> ir.Model:
+def make_graph(
+    program: Traced,
+    weight_source: Callable[[str], WeightSource] | None = None,
+    more: Callable[[ir.Graph], None] | None = None,
+) -> ir.Model:
     """Fuse, emit and optimise a traced program, whose module is changed in place.
 
     Args:
         program: what compiler/trace.py made.
         weight_source: where the numbers of a parameter are, by its Hugging Face name; without it the module has them.
+        more: adds outputs to the graph before it is optimised (compiler/features.py).
 
     Raises:
         CompileError: the graph holds an op that can't be expressed.
@@ -45,6 +50,8 @@ def make_graph(program: Traced, weight_source: Callable[[str], WeightSource] | N
         watch.fx_graph(fx_pass.__name__, module, fx_pass()(module))
     verify.fused(module)
     model = emit(program, weight_source)
+    if more is not None:
+        more(model.graph)
     watch.graph("Emit", model)
     verify.emitted(model)
     for graph_pass in ordered_passes():

@@ -145,8 +145,9 @@ def _check_value(value: ir.Value, known: dict[str, ir.Value], where: str) -> Non
 
 
 def _check_logits(graph: ir.Graph) -> None:
+    """The first output; what comes behind it are features [.., T, width]."""
     shapes = [declared_shape(value) or () for value in graph.outputs]
-    if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] != Dim(rows=1) or not shapes[0][1].is_constant:
+    if not shapes or len(shapes[0]) != 2 or shapes[0][0] != Dim(rows=1) or not shapes[0][1].is_constant:
         raise CompileError(f"the graph gives {', '.join(map(show, shapes))}, expected logits [N, vocabulary]")
 
 

@@ -44,7 +44,7 @@ class PickRowsEarly(GraphPass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """See onnx_ir."""
         graph = model.graph
-        picks = {node: axis for node in graph if (axis := _picked_axis(node)) is not None}
+        picks = {node: axis for node in graph if (axis := picked_axis(node)) is not None}
         moved = _row_by_row(graph, picks)
         if not any(node.domain == "llmc" and node.op_type in PRODUCTS for node in moved):
             return ir.passes.PassResult(model, modified=False)
@@ -67,7 +67,7 @@ class PickRowsEarly(GraphPass):
         return ir.passes.PassResult(model, modified=True)
 
 
-def _picked_axis(node: ir.Node) -> int | None:
+def picked_axis(node: ir.Node) -> int | None:
     """The axis of the tokens, if the node gathers the rows of the logits from it."""
     if node.op_type != "Gather" or node.domain != "":
         return None

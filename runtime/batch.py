@@ -125,3 +125,12 @@ class Closeable(Protocol):
     def close(self) -> None:
         """Give it back. Nothing can be run afterwards."""
         ...
+
+
+@runtime_checkable
+class FeatureExecutor(DraftExecutor, Protocol):
+    """One that also gives what a draft layer goes on with."""
+
+    def features(self) -> NDArray[np.float32]:
+        """Features [T, width] of all rows of the last step, the caller's own."""
+        ...

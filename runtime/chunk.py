@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmc.runtime.batch import Batch
 from llmc.runtime.request import Sequence
-from llmc.runtime.speculative.base import Tree
+from llmc.runtime.speculative.base import Tree, tree_masks
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,7 @@ def pack(chunks: list[Chunk]) -> Batch:
 
 
 def tree_mask(chunks: list[Chunk]) -> NDArray[np.uint64] | None:
-    """`Batch.tree_mask`; None if all trees are chains, whose rows see what is before them anyway."""
-    if all(chunk.tree is None or chunk.tree.is_chain for chunk in chunks):
-        return None
-    words = -(-max(chunk.num_rows for chunk in chunks) // 64)
-    masks = []
-    for chunk in chunks:
-        seen = np.tri(chunk.num_rows, words * 64, dtype=bool)
-        if chunk.tree is not None:
-            known = chunk.stop - chunk.start
-            for node, parent in enumerate(chunk.tree.parents):
-                seen[known + node] = seen[known + parent]  # -1: the last token before the tree
-                seen[known + node, known + node] = True
-        masks.append(np.packbits(seen, axis=1, bitorder="little").view(np.uint64))
-    return np.concatenate(masks)
+    """`Batch.tree_mask`; None if all trees are chains."""
+    return tree_masks(
+        [(chunk.stop - chunk.start, () if chunk.tree is None else chunk.tree.parents) for chunk in chunks]
+    )

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from llmc.errors import EngineError
 from llmc.plugins.paged_attention.storage import bytes_per_position
+from llmc.runtime import eagle as eagle_file
 from llmc.runtime import heads as heads_file
 from llmc.runtime import manifest as manifest_file
 from llmc.runtime import plan_file, strict
+from llmc.runtime.eagle import EngineEagle
 from llmc.runtime.heads import EngineHeads
 from llmc.runtime.manifest import FileEntry, KvCacheSpec, Limits, Manifest, ModelFacts
 from llmc.runtime.plan import Plan
@@ -70,6 +72,8 @@ class Engine:
     _mapping: mmap.mmap
     heads: EngineHeads | None = None
     """Medusa heads, if it was built with some."""
+    eagle: EngineEagle | None = None
+    """An EAGLE layer, if it was built with one."""
 
     @property
     def limits(self) -> Limits:
@@ -176,30 +180,34 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
         _require(manifest, path)
         texts = {}
         with _mapped_weights(directory, WEIGHTS, manifest.files[WEIGHTS], path) as (mapped, header):
-            for name in sorted(manifest.files.keys() - {WEIGHTS, heads_file.WEIGHTS}):
+            for name in sorted(manifest.files.keys() - {WEIGHTS, heads_file.WEIGHTS, eagle_file.WEIGHTS}):
                 content = _read_small(directory, name, path)
                 _check(content, manifest.files[name], path / name)
                 texts[name] = content
             weights = _views(mapped, header)
             shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
             plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
-        heads = _heads(directory, manifest, texts, weights, path)
-    return Engine(path, manifest, plan, weights, digest, texts, mapped, heads)
+        heads = eagle = None
+        if (own := _own_weights(directory, manifest, path, heads_file.FILES, "Medusa heads")) is not None:
+            files = texts[heads_file.PLAN], texts[heads_file.TREE]
+            heads = heads_file.read_heads(*files, own, weights, manifest.limits, str(path))
+        if (own := _own_weights(directory, manifest, path, eagle_file.FILES, "an EAGLE layer")) is not None:
+            files, vocabulary = (texts[eagle_file.PLAN], texts[eagle_file.SPEC]), manifest.model.vocab_size
+            eagle = eagle_file.read_eagle(*files, own, weights, plan, vocabulary, manifest.limits, str(path))
+    return Engine(path, manifest, plan, weights, digest, texts, mapped, heads, eagle)
 
 
-def _heads(
-    directory: int, manifest: Manifest, texts: Mapping[str, bytes], weights: Mapping[str, Weight], path: Path
-) -> EngineHeads | None:
-    missing = [name for name in heads_file.FILES if name not in manifest.files]
-    if len(missing) == len(heads_file.FILES):
+def _own_weights(
+    directory: int, manifest: Manifest, path: Path, files: tuple[str, str, str], what: str
+) -> dict[str, Weight] | None:
+    """Those of a part of the engine that has a plan, weights and another file; None if it isn't there."""
+    missing = [name for name in files if name not in manifest.files]
+    if len(missing) == len(files):
         return None
     if missing:
-        raise EngineError(f"{path}: has Medusa heads, but no {missing[0]}; build the engine anew")
-    name = heads_file.WEIGHTS
-    with _mapped_weights(directory, name, manifest.files[name], path) as (mapped, header):
-        own = _views(mapped, header)
-    plan, tree = texts[heads_file.PLAN], texts[heads_file.TREE]
-    return heads_file.read_heads(plan, tree, own, weights, manifest.limits, str(path))
+        raise EngineError(f"{path}: has {what}, but no {missing[0]}; build the engine anew")
+    with _mapped_weights(directory, files[1], manifest.files[files[1]], path) as (mapped, header):
+        return _views(mapped, header)
 
 
 def read_manifest(path: Path | str) -> Manifest:

@@ -159,7 +159,10 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything an executor needs but the weights. ``logits`` names the output value, float32 [N, vocabulary]."""
+    """Everything an executor needs but the weights. ``logits`` names the output value, float32 [N, vocabulary].
+
+    ``features``: float32 [T, width] values that are there after the last step, too, for a layer that drafts tokens.
+    """
 
     values: tuple[Value, ...]
     steps: tuple[Step, ...]
@@ -167,6 +170,7 @@ class Plan:
     logits: str
     kv_slots: tuple[KvSlot, ...]
     state_slots: tuple[StateSlot, ...] = ()
+    features: tuple[str, ...] = ()
 
     def value(self, name: str) -> Value:
         """The value of that name."""

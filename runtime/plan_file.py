@@ -179,3 +179,7 @@ def _check_logits(plan: Plan, rows: Dim, where: str) -> None:
         raise EngineError(
             f"{where}: logits is {plan.logits!r}, which is no float32 [{rows.rows} * N, vocabulary] value"
         )
+    for name in plan.features:
+        found = plan.value(name) if name in plan.names else None
+        if found is None or found.dtype != "float32" or len(found.shape) != 2 or found.shape[0] != Dim(tokens=1):
+            raise EngineError(f"{where}: features name {name!r}, which is no float32 [T, width] value")

@@ -18,9 +18,9 @@ STRIDED_OUTPUTS = UNIT_INNER | frozenset(
 """Ops whose kernels write results of any strides."""
 
 
-def remove_copies(steps: Sequence[LoweredStep], logits: View) -> list[LoweredStep]:
+def remove_copies(steps: Sequence[LoweredStep], outputs: Sequence[View]) -> list[LoweredStep]:
     """Steps without the copies of a whole buffer that one step has written and nothing else reads."""
-    writers, uses = Counter[Buffer](), Counter[Buffer]([logits.buffer])
+    writers, uses = Counter[Buffer](), Counter[Buffer](view.buffer for view in outputs)
     producer: dict[Buffer, int] = {}
     for index, step in enumerate(steps):
         for view in step.outputs:

@@ -22,7 +22,7 @@ from llmc.plugins.quantized_linear import packing
 from llmc.quantization.base import Method, Statistics
 from llmc.quantization.rtn import Rtn
 from llmc.runtime.heads import HIDDEN
-from llmc.runtime.plan import Dim, Storage
+from llmc.runtime.plan import Attribute, Dim, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,11 +70,12 @@ def lower_heads(
     """
     last = output_step(model)
     assert last.inputs[0] is not None, "a product has an input"
-    build = _Build(last.inputs[0].shape[-1].constant, dtype)
+    build = StepBuilder(dtype, "medusa")
+    build.add_input(HIDDEN, Dim(rows=1), last.inputs[0].shape[-1].constant)
     count = len(heads.heads)
-    rows = build.buffer("rows", Dim(rows=count), build.width)
+    rows = build.buffer("rows", Dim(rows=count), build.given[0].shape[1].constant)
     for number, head in enumerate(heads.heads):
-        build.head(number, [(b.weight, b.bias) for b in head.blocks], _part(rows, number))
+        _add_head(build, number, [(b.weight, b.bias) for b in head.blocks], _part(rows, number))
     logits = build.buffer("logits", Dim(rows=count), last.outputs[0].shape[-1].constant)
     shared = {}
     if heads.is_tied:
@@ -82,7 +83,7 @@ def lower_heads(
             inverse = 1 / np.array(factors, np.float32)
             view = build.weight("medusa.input_scale", Array(inverse))
             spread = View(view.buffer, rows.shape, (Dim(0), Dim(1)))
-            scaled = build.buffer("scaled", Dim(rows=count), build.width)
+            scaled = build.buffer("scaled", Dim(rows=count), rows.shape[1].constant)
             build.steps.append(LoweredStep("elementwise", (rows, spread), (scaled,), {"function": "mul"}, "medusa"))
             rows = scaled
         build.steps.append(LoweredStep(last.op, (rows, *last.inputs[1:]), (logits,), last.attributes, "medusa"))
@@ -92,21 +93,33 @@ def lower_heads(
         for number, head in enumerate(heads.heads):
             assert head.output is not None, "they are not tied"
             build.linear(f"medusa.{number}.output", _part(rows, number), head.output, None, _part(logits, number))
-    graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=(build.hidden.buffer,))
+    graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=build.buffers_given)
     if method is not None:
-        graph = _quantized(graph, build.matrices, method, compute)
+        graph = with_rounded(graph, build.matrices, method, compute)
     few = replace(limits, max_batch_tokens=limits.max_sequences)
     return plan_steps(graph, target, few)
 
 
-class _Build:
-    def __init__(self, width: int, dtype: str) -> None:
-        self.width, self.dtype = width, dtype
+class StepBuilder:
+    """Collects the steps and weights of a plan beside the model's. ``module``: what they are a part of."""
+
+    def __init__(self, dtype: str, module: str) -> None:
+        self.dtype, self.module = dtype, module
         self.steps: list[LoweredStep] = []
         self.weights: dict[str, Any] = {}
         self.matrices: dict[str, WeightSource] = {}
-        """Those of the heads, that may be quantized."""
-        self.hidden = self.buffer(HIDDEN, Dim(rows=1), width)
+        """Those that may be quantized."""
+        self.given: list[View] = []
+
+    @property
+    def buffers_given(self) -> tuple[Buffer, ...]:
+        """For `LoweredGraph`."""
+        return tuple(view.buffer for view in self.given)
+
+    def add_input(self, name: str, rows: Dim, width: int) -> View:
+        """What is written from outside, [rows, width]."""
+        self.given.append(self.buffer(name, rows, width))
+        return self.given[-1]
 
     def buffer(self, name: str, rows: Dim, width: int) -> View:
         """A new [rows, width]."""
@@ -114,27 +127,35 @@ class _Build:
         return View(Buffer(name, Storage.ARENA, "float32", rows * width), shape, contiguous(shape))
 
     def weight(self, name: str, source: WeightSource) -> View:
-        """A float32 vector."""
-        self.weights[name] = PackedWeight(name, source if source.dtype == "float32" else Cast(source, "float32"))
+        """A float32 vector or matrix, or int32 numbers."""
+        dtype = source.dtype if source.dtype == "int32" else "float32"
+        self.weights[name] = PackedWeight(name, source if source.dtype == dtype else Cast(source, dtype))
         return weight_view(self.weights[name])
 
-    def linear(self, name: str, x: View, weight: WeightSource, bias: View | None, y: View) -> None:
+    def step(self, op: str, inputs: Sequence[View | None], *outputs: View, **attributes: Attribute) -> View:
+        """Append one; returns its last output."""
+        self.steps.append(LoweredStep(op, tuple(inputs), outputs, attributes, self.module))
+        return outputs[-1]
+
+    def linear(self, name: str, x: View, weight: WeightSource, bias: View | None, y: View) -> View:
+        """X times a matrix, into y."""
         self.matrices[name] = weight
         source = weight if weight.dtype == self.dtype else Cast(weight, self.dtype)
         self.weights[name] = PackedWeight(name, source, panels=True)
-        self.steps.append(LoweredStep("linear", (x, weight_view(self.weights[name]), bias), (y,), {}, "medusa"))
+        return self.step("linear", (x, weight_view(self.weights[name]), bias), y)
 
-    def head(self, number: int, blocks: Sequence[tuple[WeightSource, WeightSource]], out: View) -> None:
-        """X + silu(W x + b) for each block, the last one into ``out``."""
-        x = self.hidden
-        for layer, (weight, bias) in enumerate(blocks):
-            name = f"medusa.{number}.{layer}"
-            y, z = (self.buffer(f"{name}.{kind}", Dim(rows=1), self.width) for kind in ("linear", "silu"))
-            self.linear(f"{name}.weight", x, weight, self.weight(f"{name}.bias", bias), y)
-            result = out if layer == len(blocks) - 1 else self.buffer(name, Dim(rows=1), self.width)
-            self.steps.append(LoweredStep("elementwise", (y,), (z,), {"function": "silu"}, "medusa"))
-            self.steps.append(LoweredStep("elementwise", (x, z), (result,), {"function": "add"}, "medusa"))
-            x = result
+
+def _add_head(build: StepBuilder, number: int, blocks: Sequence[tuple[WeightSource, WeightSource]], out: View) -> None:
+    """X + silu(W x + b) for each block, the last one into ``out``."""
+    x = build.given[0]
+    width = x.shape[1].constant
+    for layer, (weight, bias) in enumerate(blocks):
+        name = f"medusa.{number}.{layer}"
+        y, z = (build.buffer(f"{name}.{kind}", Dim(rows=1), width) for kind in ("linear", "silu"))
+        build.linear(f"{name}.weight", x, weight, build.weight(f"{name}.bias", bias), y)
+        result = out if layer == len(blocks) - 1 else build.buffer(name, Dim(rows=1), width)
+        build.step("elementwise", (y,), z, function="silu")
+        x = build.step("elementwise", (x, z), result, function="add")
 
 
 def _part(view: View, number: int) -> View:
@@ -156,8 +177,8 @@ def describe(method: Method | None) -> str:
     return "none" if method is None else method_text(rounding(method))
 
 
-def _quantized(graph: LoweredGraph, matrices: dict[str, WeightSource], method: Method, compute: str) -> LoweredGraph:
-    """With the weights of the heads rounded, but for the smallest."""
+def with_rounded(graph: LoweredGraph, matrices: dict[str, WeightSource], method: Method, compute: str) -> LoweredGraph:
+    """With these weights rounded to the format of a method, but for the smallest."""
     made, scheme = {}, method.weights
     chosen = compute_of(method, compute)
     for name, source in matrices.items():

@@ -126,12 +126,19 @@ class CpuExecutor:
             for observer in self._observers:
                 observer.add(batch, begin, end, times)
 
-    def run_on(self, batch: Batch, name: str, rows: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits of a plan whose first steps read a value that is written from outside; valid until the next run."""
+    def run_on(self, batch: Batch, name: str, rows: NDArray[np.float32], begin: int = 0) -> NDArray[np.float32]:
+        """Logits of a plan whose steps from ``begin`` on read a value that is written from outside; until the next run.
+
+        Steps before are left away.
+        """
         self.run(batch, 0)
         self._native.view(self._index[name])[:] = rows
-        self._native.resume(0, len(self.plan.steps))
+        self._native.resume(begin, len(self.plan.steps))
         return self._native.view(self._logits)
+
+    def features(self) -> NDArray[np.float32]:
+        """What the plan calls features, [T, width] of the last batch, side by side; a copy."""
+        return np.concatenate([self.read(name) for name in self.plan.features], axis=1)
 
     def observe(self, observer: Observer) -> None:
         """Tell it of every run from now on, and when each step of the plan began and ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -92,6 +93,24 @@ class Tree:
         assert len(places) == len(self.tokens), "a node has two children of the same token"
 
 
+def tree_masks(parts: ListOf[tuple[int, ListOf[int]]]) -> NDArray[np.uint64] | None:
+    """`Batch.tree_mask` of sequences that have so many known new rows, and behind them a tree with these parents.
+
+    A parent of -1 is the last known row. None: all trees are chains, whose rows see what is before them anyway.
+    """
+    if all(parent == node - 1 for _, parents in parts for node, parent in enumerate(parents)):
+        return None
+    words = -(-max(known + len(parents) for known, parents in parts) // 64)
+    masks = []
+    for known, parents in parts:
+        seen = np.tri(known + len(parents), words * 64, dtype=bool)
+        for node, parent in enumerate(parents):
+            seen[known + node] = seen[known + parent] if known + parent >= 0 else False
+            seen[known + node, known + node] = True
+        masks.append(np.packbits(seen, axis=1, bitorder="little").view(np.uint64))
+    return np.concatenate(masks)
+
+
 @dataclass(frozen=True, eq=False)
 class Query:
     """What a proposer gets to know of one sequence, whose tokens it only reads.
@@ -129,12 +148,14 @@ class Proposer(ABC):
     Attributes:
         name: for ``--spec``, before a "=".
         wants_hidden: queries have ``hidden``.
+        wants_features: `observe` is told the features of the engine's plan.
         default_nodes: of a tree at most, unless ``--spec-tokens`` says otherwise.
         draws: it heeds `Setting.draws`; how many drafts a tree has then may not depend on which they are.
     """
 
     name: ClassVar[str]
     wants_hidden: ClassVar[bool] = False
+    wants_features: ClassVar[bool] = False
     default_nodes: ClassVar[int] = 8
     draws: ClassVar[bool] = False
 
@@ -158,6 +179,15 @@ class Proposer(ABC):
         return None
 
     @classmethod
+    def check(cls, engine: Engine, sampling: str) -> None:
+        """Refuse what it can't draft for.
+
+        Raises:
+            UsageError: the engine or the rule of acceptance does not suit it.
+        """
+        return
+
+    @classmethod
     def kv_bytes_per_token(cls, engine: Engine, other: Engine | None) -> int:
         """Memory that it keeps for each position of the engine's KV cache."""
         del engine
@@ -166,6 +196,10 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, queries: list[Query]) -> list[Tree]:
         """One tree for each, maybe empty. Called at most once a step."""
+
+    def observe(self, seen: list[tuple[Sequence, int, NDArray[np.float32]]]) -> None:
+        """Of these sequences, a step has computed the features [n, width] of n known tokens from a position on."""
+        return
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended, or has been preempted: drop what is kept for it, if anything is."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmc import discover
 from llmc.errors import UsageError
-from llmc.runtime.batch import DraftExecutor, Executor
+from llmc.runtime.batch import DraftExecutor, Executor, FeatureExecutor
 from llmc.runtime.speculative.base import Proposer, Setting
 from llmc.runtime.speculative.rules import Rule
 from llmc.runtime.speculative.speculator import Speculator
@@ -77,6 +77,7 @@ def load_drafter(asked: Speculation, engine: Engine) -> Drafter | None:
         if asked.sampling != Rule.EXACT:
             raise UsageError(f"--spec-sampling {asked.sampling}: nothing is drafted; say what drafts with --spec")
         return None
+    kind.check(engine, asked.sampling)
     return Drafter(asked, kind, argument, engine, kind.load(argument))
 
 
@@ -96,7 +97,7 @@ def open_speculator(
         raise UsageError(
             f"--spec {kind.name}: {engine.path} has recurrent layers, whose state can't be taken back; use off"
         )
-    if not isinstance(executor, DraftExecutor):
+    if not isinstance(executor, FeatureExecutor if kind.wants_features else DraftExecutor):
         raise UsageError(f"--spec {kind.name}: the reference executor verifies no drafts; leave LLMC_REFERENCE away")
     rule, nodes = Rule(asked.sampling), asked.tokens
     if rule is Rule.TYPICAL or (rule is Rule.REJECTION and kind.draws):  # trees for all fit a step, whatever runs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.runtime.batch import DraftExecutor
+from llmc.runtime.batch import DraftExecutor, FeatureExecutor
 from llmc.runtime.constraints.base import ConstraintError
 from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Proposer, Query, Tree
@@ -54,7 +54,9 @@ class Speculator:
         self._nodes = proposer.default_nodes if nodes is None else nodes
         self._is_fixed = rule is Rule.TYPICAL or (rule is Rule.REJECTION and proposer.draws)
         self._controller = Controller() if nodes is None and not self._is_fixed else None
-        self._step: tuple[int, float] = (0, 0.0)
+        self._step: tuple[list[Chunk], float] = ([], 0.0)
+        self._drafts: dict[Sequence, NDArray[np.float32]] = {}
+        """Features of the drafts of the last step."""
 
     @property
     def wants_hidden(self) -> bool:
@@ -85,14 +87,25 @@ class Speculator:
                 budget.tokens -= len(tree)
                 budget.rows -= len(tree)
                 _extend(query.sequence, chunks[index].stop + len(tree), cache)
-        self._step = sum(chunk.num_rows for chunk in chunks), self._clock()
+        self._step = chunks, self._clock()
         return chunks
 
     def ran(self) -> None:
         """The step with the chunks of the last `draft` has run."""
+        chunks, begin = self._step
         if self._controller is not None:
-            rows, begin = self._step
-            self._controller.cost.add(rows, self._clock() - begin)
+            self._controller.cost.add(sum(chunk.num_rows for chunk in chunks), self._clock() - begin)
+        if self._proposer.wants_features:
+            assert isinstance(self._executor, FeatureExecutor), "checked when it was opened"
+            features, row, seen = self._executor.features(), 0, []
+            for chunk in chunks:
+                end = row + chunk.num_rows
+                if chunk.sequence.request.pool is None:
+                    seen.append((chunk.sequence, chunk.start, features[row : end - chunk.num_drafts]))
+                    if chunk.tree is not None:
+                        self._drafts[chunk.sequence] = features[end - chunk.num_drafts : end]
+                row = end
+            self._proposer.observe(seen)
 
     def take(self, chunk: Chunk, path: list[int], rows: NDArray[np.float32] | None) -> None:
         """Keep these nodes of a chunk's tree: those before the token that came last. ``rows``: before the head."""
@@ -108,6 +121,8 @@ class Speculator:
                 sources, targets = np.array(moves, np.int32).T.copy()
                 self._executor.move_positions(sequence.table.row, sources, targets)
             sequence.num_computed += len(path)
+        if (drafts := self._drafts.pop(sequence, None)) is not None and path:
+            self._proposer.observe([(sequence, chunk.stop, drafts[path])])
         if rows is not None and self.wants_hidden:
             last = len(rows) - 1 - chunk.num_drafts
             sequence.hidden = rows[[last, *(last + 1 + node for node in path)]]
@@ -115,6 +130,7 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """It has ended, or has been preempted."""
         sequence.hidden = None
+        self._drafts.pop(sequence, None)
         self._proposer.forget(sequence)
         if self._controller is not None:
             self._controller.forget(sequence)

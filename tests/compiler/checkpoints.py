@@ -21,6 +21,7 @@ CODES = {
     "float8_e5m2": "F8_E5M2",
     "uint8": "U8",
     "int32": "I32",
+    "int64": "I64",
     "bool": "BOOL",
 }
 

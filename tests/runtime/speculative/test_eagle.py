@@ -1,0 +1,341 @@
+"""EAGLE layers: their numbers are those of the formula, trees of good ones are right, and none changes what is said."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import engines
+import numpy as np
+import pytest
+import torch
+from eagle_layers import Reference, config_of, random_layer, write_layer
+from packed import random_model
+from script_models import T0, next_tokens, write_script_model
+
+from llmc import LLM, SamplingParams
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.errors import UsageError
+from llmc.runtime.engine import load_engine
+from llmc.runtime.speculative.base import Query, Tree
+from llmc.runtime.speculative.eagle import EagleProposer, EagleRunner, _Part, _State
+from llmc.runtime.speculative.opening import Speculation
+
+LAYERS, BLOCKS = (2, 3, 4), 12
+KINDS = ("eagle", "eagle3")
+
+
+class Built:
+    """A model of seven layers, a random layer for it, their engine and the formula."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.kind, self.config = kind, config_of(kind)
+        self.arrays = random_layer(kind, self.config)
+        self.model = random_model(engines.small_llama(num_hidden_layers=7), "eager")
+        self.model.save_pretrained(folder / "model")
+        layer = write_layer(folder / "layer", self.arrays, self.config)
+        options: dict[str, Any] = {"dtype": "float32", "max_seq_len": 128, "max_batch_tokens": 48}
+        build_engine(folder / "model", folder / "engine", BuildConfig(eagle=layer, **options))
+        self.path = folder / "engine"
+        embedding, head = self.model.model.embed_tokens.weight, self.model.lm_head.weight
+        self.reference = Reference(kind, self.arrays, self.config, embedding.detach(), head.detach())
+
+    def features(self, tokens: list[int]) -> torch.Tensor:
+        """By transformers, of all tokens."""
+        with torch.no_grad():
+            states = self.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        chosen = [states[-1]] if self.kind == "eagle" else [states[layer] for layer in LAYERS]
+        return torch.cat(chosen, -1)[0]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def close(found: Any, expected: torch.Tensor) -> bool:
+    wanted = expected.numpy()
+    return bool(np.abs(found - wanted).max() < 2e-4 * max(1.0, np.abs(wanted).max()))
+
+
+def test_the_layer_computes_what_its_formula_says(built: Built) -> None:
+    """Rows of a text in two parts, then a tree behind them, all beside another sequence."""
+    rng = np.random.default_rng(3)
+    runner = EagleRunner(load_engine(built.path), num_blocks=BLOCKS, threads=1)
+    width = built.features([1]).shape[1]
+    parents = [-1, -1, 0, 2, 1, 0]
+    depths = [0, 0, 1, 2, 1, 1]
+    tokens, known = rng.integers(0, 131, 21 + len(parents)).tolist(), 21
+    given = torch.tensor(rng.normal(size=(known, width)), dtype=torch.float32)
+    own = torch.tensor(rng.normal(size=(len(parents), 60)), dtype=torch.float32)
+    first = 5  # what is before was found in a prefix cache
+    hidden = torch.cat([built.reference.join(given), own])
+    positions = [*range(first, first + known), *(first + known + depth for depth in depths)]
+    mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+    for node, parent in enumerate(parents):
+        mask[known + node, known:] = mask[known + parent, known:] if parent >= 0 else False
+        mask[known + node, known + node] = True
+    features, logits = built.reference.rows(hidden, torch.tensor(tokens), torch.tensor(positions), mask)
+
+    state, other = _State(first), _State(0)
+    for one in (state, other):
+        one.table.extend(runner.cache.allocate(3))
+    beside = _Part(other, [7, 8], [0, 1], given.numpy()[:2], [1])
+    found = []
+    for begin, end in ((0, 9), (9, known)):
+        part = _Part(state, tokens[begin:end], positions[begin:end], given.numpy()[begin:end], [end - begin - 1])
+        _, (rows, last) = runner.run([beside, part], of_model=True)
+        assert close(last[0], logits[end - 1])
+        state.done = end
+        found.append(rows)
+    wanted = list(range(len(parents)))
+    tree = _Part(state, tokens[known:], positions[known:], own.numpy(), wanted, parents)
+    other.done = 2
+    chain = _Part(other, [9], [2], own.numpy()[:1], [0], [-1])
+    (rows, scores), _ = runner.run([tree, chain], of_model=False)
+    assert close(np.concatenate([*found, rows]), features)
+    assert close(scores, logits[known:])
+
+
+class Watch(EagleProposer):
+    """Compares trees with those that the formula gives."""
+
+    built: Built
+    seen = 0
+
+    def propose(self, queries: list[Query]) -> list[Tree]:
+        trees = super().propose(queries)
+        for query, tree in zip(queries, trees, strict=True):
+            state = self._states[query.sequence]
+            assert state is not None
+            self._compare(query.sequence.tokens, state.first, tree)
+        return trees
+
+    def _compare(self, tokens: list[int], first: int, tree: Tree) -> None:
+        """The first child of each node is what the layer thinks likeliest, on the path to it."""
+        reference, ids = self.built.reference, self._runner.eagle.token_ids
+        known = reference.join(self.built.features(tokens[:-1]))[first:]
+        own: dict[int, torch.Tensor] = {}
+        for node in sorted(tree.children):
+            path = []
+            while node >= 0:
+                path.append(node)
+                node = tree.parents[node]
+            path.reverse()
+            hidden = torch.cat([known, *(own[above] for above in [-1, *path[:-1]] if path)])
+            taken = torch.tensor(tokens[first + 1 :] + [tree.tokens[step] for step in path])
+            size = len(taken)
+            mask = torch.ones(size, size, dtype=torch.bool).tril()
+            features, logits = reference.rows(hidden, taken, torch.arange(first, first + size), mask)
+            last = path[-1] if path else -1
+            own[last] = features[-1:]
+            best = int(logits[-1].argmax())
+            assert tree.tokens[tree.children[last][0]] == (best if ids is None else ids[best])
+            self.seen += 1
+
+
+def test_trees_are_those_of_the_formula(built: Built) -> None:
+    """With prompts in chunks, a beginning from the prefix cache, and a context that is computed twice."""
+    prompts = [[5, 6, 7], list(range(3, 90)), list(range(3, 55)), [9] * 4]
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    plain = LLM(built.path, threads=1)
+    expected = [plain.generate(prompt, params)[0].token_ids for prompt in prompts]
+    llm = LLM(built.path, threads=1, speculative=Speculation("eagle", tokens=7), check=True, num_blocks=8)
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    proposer = speculator._proposer
+    assert isinstance(proposer, EagleProposer)
+    proposer.__class__ = Watch
+    assert isinstance(proposer, Watch)
+    proposer.built = built
+    assert llm.generate(prompts[1], params)[0].token_ids == expected[1]
+    assert [result.token_ids for result in llm.generate(prompts, params)] == expected
+    assert llm.scheduler.statistics.prefix_hits > 0
+    assert llm.scheduler.statistics.preemptions > 0
+    assert proposer.seen > 40
+    assert speculator.acceptance.drafted > 60
+    assert not proposer._states and proposer._runner.cache.num_used == 0
+
+
+def test_features_are_those_of_transformers(built: Built) -> None:
+    """Of all tokens, whatever logits are asked for."""
+    llm = LLM(built.path, threads=1)
+    packed = engines.Packed(llm.executor, {"a": list(range(3, 40)), "b": [9, 8, 7, 100]})
+    rows: dict[str, list[Any]] = {"a": [], "b": []}
+    for step in ([("a", 20), ("b", 1)], [("b", 3), ("a", 17)]):
+        for _ in packed.step(step):
+            pass
+        at = 0
+        for name, count in step:
+            rows[name].append(llm.executor.features()[at : at + count])  # type: ignore[attr-defined]
+            at += count
+    for name, parts in rows.items():
+        assert close(np.concatenate(parts), built.features(packed.ids[name]))
+
+
+def good_layer(kind: str, following: dict[int, int], rows: Any, noise: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a model whose next token follows from the last: what the row of the last token says, plus noise."""
+    size = len(rows)
+    config = config_of(kind) | T0 | {"num_hidden_layers": 1, "num_key_value_heads": 4}
+    config |= {"draft_vocab_size": size - 4, "norm_before_residual": True}
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
+    arrays = random_layer(kind, config)
+    for name, array in arrays.items():
+        if name != "d2t" and not name.endswith(("q_proj.weight", "k_proj.weight")):
+            array[:] = 0
+    eye, rng = np.eye(T0["hidden_size"], dtype=np.float32), np.random.default_rng(1)
+    if kind == "eagle":
+        arrays["fc.weight"][:, : len(eye)] = 20 * eye
+        arrays["fc.weight"] += noise * rng.normal(size=arrays["fc.weight"].shape).astype(np.float32)
+        return arrays, config
+    for name in ("q", "k"):  # each row looks at itself
+        arrays[f"midlayer.self_attn.{name}_proj.weight"][:] = np.concatenate([20 * eye, 0 * eye], 1)
+    arrays["midlayer.self_attn.v_proj.weight"][:, : len(eye)] = eye
+    arrays["midlayer.self_attn.o_proj.weight"][:] = eye
+    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
+        arrays[name][:] = 1
+    ids = np.arange(size - 4) + arrays["d2t"]
+    before = {token: last for last, token in following.items()}
+    arrays["lm_head.weight"] = 3 * rows[[before[token] for token in ids]]
+    arrays["lm_head.weight"] += noise * rng.normal(size=arrays["lm_head.weight"].shape).astype(np.float32)
+    return arrays, config
+
+
+SCRIPT_PROMPTS = [[3], [10, 11, 12], [200] * 20, [382], list(range(20, 60))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) -> None:
+    model = write_script_model(tmp_path / "model", [], eos_token_id=2)
+    following = next_tokens([], T0["vocab_size"])
+    rows = np.random.default_rng(0).normal(size=(T0["vocab_size"], T0["hidden_size"])).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    options: dict[str, Any] = {"max_seq_len": 96, "dtype": "float32"}
+    for name, noise in (("good", 0.0), ("fair", 0.85)):
+        arrays, config = good_layer(kind, following, rows, noise)
+        layer = write_layer(tmp_path / f"{name}-layer", arrays, config)
+        build_engine(model, tmp_path / name, BuildConfig(eagle=layer, **options))
+    params = [SamplingParams(max_tokens=40, ignore_eos=True)] * len(SCRIPT_PROMPTS)
+    params[1] = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.02, seed=1, n=2)
+    texts: list[Any] = []
+    for name, asked in (("good", None), ("good", Speculation("eagle", tokens=4)), ("fair", Speculation("eagle"))):
+        llm = LLM(tmp_path / name, threads=1, check=True, speculative=asked)
+        results = llm.generate(SCRIPT_PROMPTS, params)
+        texts.append([choice.token_ids for result in results for choice in result.choices])
+        if (speculator := llm.scheduler.speculator) is not None:
+            acceptance = speculator.acceptance
+            if name == "good":
+                known = range(T0["vocab_size"]) if kind == "eagle" else ids_of(tmp_path / name).tolist()
+                missed = sum(token not in known for text in texts[0] for token in text)
+                assert min(acceptance.rates) >= 1 - 2 * missed / acceptance.steps
+                assert acceptance.tokens_per_step > 4
+            else:
+                assert 0 < acceptance.accepted < acceptance.drafted
+    assert texts[0] == texts[1] == texts[2]
+
+
+def ids_of(engine: Path) -> Any:
+    eagle = load_engine(engine).eagle
+    assert eagle is not None and eagle.token_ids is not None
+    return eagle.token_ids
+
+
+@pytest.fixture(scope="module", params=[("bfloat16", "int8", "none"), ("float32", "auto", "rtn:bits=4,group=32")])
+def close_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that depends little on what is before the last token, and a layer that has seen that."""
+    dtype, kv_dtype, quantization = request.param
+    folder = tmp_path_factory.mktemp("close")
+    model = random_model(engines.small_llama(num_hidden_layers=3), "eager")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight *= 0.05
+    model.save_pretrained(folder / "model")
+    config = config_of("eagle")
+    arrays = random_layer("eagle", config)
+    for name, array in arrays.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "fc.bias")):
+            array *= 0.1
+    embedding, norm = model.model.embed_tokens.weight.detach(), model.model.norm.weight.detach()
+    scaled = torch.diag(norm / embedding.pow(2).mean().sqrt()).numpy()
+    arrays["fc.weight"][:] = np.concatenate([scaled, np.zeros((60, 60))], 1)
+    layer = write_layer(folder / "layer", arrays, config)
+    options = {"dtype": dtype, "kv_dtype": kv_dtype, "quantization": quantization, "max_seq_len": 128}
+    build_engine(folder / "model", folder / "engine", BuildConfig(eagle=layer, **options))
+    return folder / "engine"
+
+
+def mixed(llm: LLM) -> list[Any]:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 131) for _ in range(n)] for n in (1, 16, 31, 33, 70, 90)]
+    prompts[3] = prompts[2] + prompts[3][:9]  # found in the prefix cache
+    common: dict[str, Any] = {"ignore_eos": True, "logprobs": 2}
+    params = [
+        SamplingParams(max_tokens=30, **common),
+        SamplingParams(max_tokens=25, repetition_penalty=1.2, **common),
+        SamplingParams(max_tokens=20, temperature=1.0, seed=3, n=2, **common),
+        SamplingParams(max_tokens=20, temperature=0.7, top_k=20, top_p=0.9, seed=4, **common),
+        SamplingParams(max_tokens=24, stop_token_ids=list(range(40)), min_tokens=9, **common),
+        SamplingParams(max_tokens=17, prompt_logprobs=1, **common),
+    ]
+    results = llm.generate(prompts, params)
+    return [(r.prompt_logprobs, [(c.token_ids, c.logprobs, c.finish_reason) for c in r.choices]) for r in results]
+
+
+def test_drafts_change_nothing(close_model: Path) -> None:
+    expected = mixed(LLM(close_model, threads=1))
+    for sizes in ({}, {"num_blocks": 10, "max_batch_tokens": 40, "max_sequences": 4}):
+        for sampling in ("exact", "rejection"):
+            asked = Speculation("eagle", tokens=9, sampling=sampling)
+            llm = LLM(close_model, threads=2, check=True, speculative=asked, **sizes)
+            assert mixed(llm) == expected
+            speculator = llm.scheduler.speculator
+            assert speculator is not None
+            assert speculator.acceptance.accepted > 20
+            proposer = speculator._proposer
+            assert isinstance(proposer, EagleProposer)
+            assert not proposer._states and proposer._runner.cache.num_used == 0
+
+
+def test_what_is_aborted_holds_nothing(close_model: Path) -> None:
+    llm = LLM(close_model, threads=1, check=True, speculative="eagle", max_batch_tokens=32)
+    numbers = [llm.add_request([5 + n] * 50, SamplingParams(max_tokens=30, ignore_eos=True)) for n in range(3)]
+    for number in numbers:
+        for _ in range(4):
+            llm.step()
+        llm.abort(number)
+    speculator = llm.scheduler.speculator
+    assert speculator is not None and speculator.acceptance.drafted > 0
+    proposer = speculator._proposer
+    assert isinstance(proposer, EagleProposer)
+    assert not proposer._states and proposer._runner.cache.num_used == 0
+
+
+def test_who_finds_no_memory_gets_no_drafts(close_model: Path) -> None:
+    llm = LLM(close_model, threads=1, check=True, speculative=Speculation("eagle", tokens=4))
+    assert llm.scheduler.speculator is not None
+    proposer = llm.scheduler.speculator._proposer
+    assert isinstance(proposer, EagleProposer)
+    taken = proposer._runner.cache.allocate(proposer._runner.cache.num_available - 3)
+    plain = mixed(LLM(close_model, threads=1))
+    assert mixed(llm) == plain
+    assert proposer._runner.cache.num_used == len(taken)
+    assert llm.scheduler.speculator.acceptance.drafted > 0
+
+
+def test_the_cache_of_the_layer_is_part_of_the_budget(close_model: Path) -> None:
+    plain = LLM(close_model, threads=1, kv_memory="256KiB").scheduler.config.num_blocks
+    shared = LLM(close_model, threads=1, kv_memory="256KiB", speculative="eagle").scheduler.config.num_blocks
+    assert shared < plain
+
+
+def test_what_makes_no_sense_is_refused(close_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave =x away"):
+        LLM(close_model, threads=1, speculative="eagle=x")
+    with pytest.raises(UsageError, match="what eagle drafts depends on what runs beside; use exact"):
+        LLM(close_model, threads=1, speculative=Speculation("eagle", sampling="typical"))
+    build_engine(write_script_model(tmp_path / "model", []), tmp_path / "engine", BuildConfig(max_seq_len=96))
+    with pytest.raises(UsageError, match=r"has no EAGLE layer; build it with: llmc build MODEL --eagle DIR"):
+        LLM(tmp_path / "engine", threads=1, speculative="eagle")
