@@ -1,5 +1,7 @@
 """Measures paged attention alone: prefill against the multiply-add peak, decode against the bytes of keys and values.
 
+Trees are measured against as many rows of a prompt: the ratio of the best times, and the median of the ratios.
+
 python build_scripts/bench_attention.py --heads 9 --kv-heads 3 --dim 64 --kv-dtype bfloat16 --threads 2
 """
 
@@ -42,6 +44,29 @@ def main() -> None:
         if arguments.only not in name:
             continue
         report(name, past, rows, sequences, arguments)
+    for past, rows in ((128, 16), (512, 8), (512, 64), (2048, 64)):
+        name = f"tree {rows} at {past}"
+        if arguments.only in name:
+            compare_tree(name, past, rows, arguments)
+
+
+def compare_tree(name: str, past: int, rows: int, arguments: argparse.Namespace) -> None:
+    """Time a tree of so many rows and as many rows of a prompt, in turn."""
+    mask = np.zeros((rows, 1), np.uint64)
+    for row in range(rows):  # each parent has up to three children
+        parent = mask[(row - 1) // 3] if row else np.zeros(1, np.uint64)
+        mask[row] = parent | np.uint64(1 << row)
+    kinds = [prepare(past, rows, 1, arguments), prepare(past, rows, 1, arguments, mask)]
+    times: list[list[int]] = [[], []]
+    end = time.perf_counter() + arguments.seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for (executor, batch, ids), found in zip(kinds, times, strict=True):
+            executor.run(ids, np.zeros(0, np.int32), batch, 1)
+            [(_, begin, stop)] = executor.take_times()
+            found.append(stop - begin)
+    prompt, tree = (min(found) / 1e3 for found in times)
+    ratio = float(np.median(np.array(times[1]) / np.array(times[0])))
+    print(f"{name:18} best {tree:9.1f} us, as rows of a prompt {prompt:9.1f} us: {tree / prompt:.2f} ({ratio:.2f})")
 
 
 def report(name: str, past: int, rows: int, sequences: int, arguments: argparse.Namespace) -> None:
@@ -77,7 +102,7 @@ def fill(cache: np.ndarray, dtype: str, kv_heads: int, dims: int, rng: np.random
 
 
 def prepare(
-    past: int, rows: int, sequences: int, arguments: argparse.Namespace
+    past: int, rows: int, sequences: int, arguments: argparse.Namespace, tree: np.ndarray | None = None
 ) -> tuple[_kernels.Executor, _kernels.Batch, np.ndarray]:
     """An executor whose plan is one attention step, with a filled cache."""
     heads, kv_heads, key_dim, value_dim = arguments.heads, arguments.kv_heads, arguments.dim, arguments.value_dim
@@ -113,6 +138,7 @@ def prepare(
         np.arange(0, tokens + 1, rows, dtype=np.int32),
         np.full(sequences, past, np.int32),
         rng.permutation(blocks).astype(np.int32).reshape(sequences, per_sequence),
+        tree,
     )
     ids = np.zeros(tokens, np.int32)
     executor.run(ids, np.zeros(0, np.int32), batch, 0)

@@ -35,7 +35,7 @@ SHOWN: dict[str, Any] = {"show_default": True}
     "--held-out", type=float, default=0.05, **SHOWN, help="Share of the answers that accuracy is measured on."
 )
 @click.option("--seed", type=int, default=0, **SHOWN)
-@click.option("--minutes", type=float, help="In all, at most half of it for answers. [default: no limit]")
+@click.option("--minutes", type=float, help="In all, at most 60 % of it for answers. [default: no limit]")
 @click.option("--work", type=click.Path(path_type=Path), help="A folder for answers and state that stays.")
 @click.option("--threads", type=click.IntRange(1), help="[default: the physical cores available]")
 @click.option("--allow-hard-links", is_flag=True, help="Accept model files that have a second name elsewhere.")

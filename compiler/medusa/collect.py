@@ -27,10 +27,10 @@ from llmc.runtime.llm import LLM
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.tokenizer import Tokenizer
 
-AT_ONCE = 32
+AT_ONCE = 64
 """Texts of a piece, which are written side by side."""
 
-TOP_P = 0.95
+MIN_P = 0.05
 
 KEPT = "what was made so far is kept"
 
@@ -93,6 +93,7 @@ def write_pieces(
     Ends early once ``in_time`` says no, but not before there are two pieces. ``kept`` is called after each.
     """
     progress.step("the model writes text", len(prompts), "texts")
+    again = _repeated(prompts)
     for number, begin in enumerate(range(0, len(prompts), AT_ONCE)):
         chosen = prompts[begin : begin + AT_ONCE]
         path = piece_path(folder, number)
@@ -103,8 +104,8 @@ def write_pieces(
             params = [
                 SamplingParams(
                     max_tokens=settings.length - len(prompt),
-                    temperature=settings.temperature,
-                    top_p=TOP_P,
+                    temperature=settings.temperature if begin + i in again else 0,
+                    min_p=MIN_P,
                     seed=settings.seed * 1_000_003 + begin + i,
                 )
                 for i, prompt in enumerate(chosen)
@@ -167,6 +168,12 @@ def hidden_rows(executor: EmbeddingExecutor, engine: Engine, ids: Sequence[int],
             yield executor.embed(batch, logits=False)[0]
         else:
             executor.step(batch)
+
+
+def _repeated(prompts: Sequence[list[int]]) -> set[int]:
+    """The numbers of those that came before: their first answer is greedy, and another must differ from it."""
+    first: dict[tuple[int, ...], int] = {}
+    return {number for number, ids in enumerate(prompts) if first.setdefault(tuple(ids), number) != number}
 
 
 def _rows(llm: LLM, prompt: Sequence[int], answer: Sequence[int]) -> NDArray[Any]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from llmc.compiler.medusa.train import Trained
 
 KEY, SPENT = "key.json", "spent.json"
-TEXT_SHARE = 0.5
+TEXT_SHARE = 0.6
 """The part of the minutes that writing texts may take."""
 
 

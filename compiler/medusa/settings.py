@@ -32,7 +32,7 @@ class HeadTraining:
         candidates: tokens that the loss looks at: those of the texts, and others up to this number; 0: all.
         held_out: the share of texts that accuracy is measured on, and nothing is learnt from.
         seed: of everything that is drawn.
-        minutes: in all; at most half of them for the texts. None: no limit. What comes out then depends on the speed
+        minutes: in all; at most 60 % of them for the texts. None: no limit. What comes out then depends on the speed
             of the machine; otherwise it is the same again on the same machine.
     """
 

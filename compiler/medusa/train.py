@@ -25,7 +25,7 @@ SAVE_SECONDS = 60.0
 WARM_UP = 0.03
 """The share of the training in which the learning rate rises."""
 
-LOSS_ROWS = 1024
+LOSS_ROWS = 256
 """Rows whose logits are in memory at once."""
 
 TOP = (1, 5)
@@ -238,12 +238,14 @@ class _Loss(torch.autograd.Function):
             logits = (hidden[part].to(output.dtype) @ output.T).float()
             if bias is not None:
                 logits += bias
-            logs = logits.logsumexp(1, keepdim=True)
-            right = targets[part, None]
-            total += ((logs - logits.gather(1, right))[:, 0] * weights[part]).sum()
-            shares = logits.sub_(logs).exp_()
-            shares.scatter_add_(1, right, torch.full_like(logs, -1.0))
-            gradient[part] = (shares * weights[part, None]).to(output.dtype) @ output
+            right, factors = targets[part, None], weights[part, None]
+            logits -= logits.amax(1, keepdim=True)
+            score = logits.gather(1, right)
+            sums = logits.exp_().sum(1, keepdim=True)
+            total += ((sums.log() - score) * factors).sum()
+            logits *= factors / sums
+            logits.scatter_add_(1, right, -factors)
+            gradient[part] = logits.to(output.dtype) @ output
         ctx.save_for_backward(gradient)
         return total
 

@@ -17,16 +17,24 @@ constexpr int kTileSize = kTileRows * kTileDepth;  // elements of bf16
 constexpr int kTileSteps = kTile / kTileDepth;
 
 // c [16 or 32 rows][16 or 32 columns] = a [rows][32 steps] times b, whose 32-step tiles [16][16][2] are b_step elements
-// apart; the columns from 16 on are those of b1. Behind the steps may come one more, in rest0 and rest1.
-template <bool kTwoRows, bool kTwoColumns>
+// apart; the columns from 16 on are those of b1. Behind the steps may come one more, in rest0 and rest1. kMore: added
+// to what c already is.
+template <bool kTwoRows, bool kTwoColumns, bool kMore>
 void multiply_tiles(const bf16* a, std::int64_t a_stride, std::int64_t steps, const bf16* b0, const bf16* b1,
                     std::int64_t b_step, const bf16* rest0, const bf16* rest1, float* c0, float* c1,
                     std::int64_t c_stride) {
   memory_barrier();
-  _tile_zero(0);
-  if constexpr (kTwoColumns) _tile_zero(1);
-  if constexpr (kTwoRows) _tile_zero(2);
-  if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
+  if constexpr (kMore) {
+    _tile_loadd(0, c0, c_stride * 4);
+    if constexpr (kTwoColumns) _tile_loadd(1, c1, c_stride * 4);
+    if constexpr (kTwoRows) _tile_loadd(2, c0 + kTileRows * c_stride, c_stride * 4);
+    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c1 + kTileRows * c_stride, c_stride * 4);
+  } else {
+    _tile_zero(0);
+    if constexpr (kTwoColumns) _tile_zero(1);
+    if constexpr (kTwoRows) _tile_zero(2);
+    if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
+  }
   const auto step = [&](const bf16* x, const bf16* y0, const bf16* y1) {
     (void)y1;
     _tile_loadd(4, x, a_stride * 2);
@@ -94,7 +102,7 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
 template <class T>
 class AmxRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_, Base::own_;
 
  public:
   static constexpr std::int64_t kMostRows = 192;
@@ -125,22 +133,42 @@ class AmxRows : public JobRows<T> {
   static constexpr std::int64_t kGroup = 2 * kTileRows;
 
   void attend(std::int64_t tile, const TilePart& any) {
-    const T *keys[kTileBlocks], *pages[kTileBlocks], *next_keys[kTileBlocks], *next_pages[kTileBlocks];
     const int first = any.begin / kLanes, last = any.blocks_end();
     for (int b = 0; b < kTileBlocks; ++b) {
-      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
-      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys[b], next_pages[b]);
+      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
+      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys_[b], next_pages_[b]);
+      if constexpr (kQuantized<T>) {
+        operands_[b] = keys16_ + std::clamp(b, first, last - 1) * kLanes * depth_;
+      } else {
+        operands_[b] = keys_[b];
+      }
     }
+    shared_end_ = own_ < last ? own_ / 2 * kTileDepth : kTile;
+    prepare_keys(first, std::min(last, own_));
+    prepare_values(any.begin, std::min(any.end, shared_end_));
+    for (std::int64_t row = 0; row < rows_; row += kGroup) attend_rows(row, std::min(kGroup, rows_ - row));
+  }
+
+  // Blocks first .. last - 1 of the tile's keys as operands.
+  void prepare_keys(int first, int last) {
     if constexpr (kQuantized<T>) {
-      const bf16* keys16[kTileBlocks];
-      for (int b = 0; b < kTileBlocks; ++b) keys16[b] = keys16_ + std::clamp(b, first, last - 1) * kLanes * depth_;
-      for (int b = first; b < last; ++b) convert_keys(b, keys[b], next_keys[b]);
-      for (int b = first / 2 * 2; b < (last + 1) / 2 * 2; ++b) convert_values(b, pages[b], next_pages[b]);
-      attend_rows(keys16);
+      for (int b = first; b < last; ++b) convert_keys(b, keys_[b], next_keys_[b]);
+    } else if (step_.key_dim % kTileDepth != 0) {
+      copy_rest(first, last);
+    }
+  }
+
+  // The same of the values of positions begin .. end - 1, in whole steps.
+  void prepare_values(int begin, int end) {
+    if (begin >= end) return;
+    if constexpr (kQuantized<T>) {
+      const int last = (end + kTileDepth - 1) / kTileDepth * 2;
+      for (int b = begin / kTileDepth * 2; b < last; ++b) convert_values(b, pages_[b], next_pages_[b]);
     } else {
-      if (step_.key_dim % kTileDepth != 0) copy_rest(keys, first, last);
-      pair_values(pages, next_keys, next_pages, any);
-      attend_rows(keys);
+      TilePart part;
+      part.begin = begin;
+      part.end = end;
+      pair_values(part);
     }
   }
 
@@ -158,42 +186,69 @@ class AmxRows : public JobRows<T> {
     store(factors_ + b * kLanes, value_factors(values, cache_.value_page, step_.value_dim));
   }
 
-  void attend_rows(const bf16* const* keys) {
-    for (std::int64_t row = 0; row < rows_; row += kGroup) {
-      const std::int64_t count = std::min(kGroup, rows_ - row);
-      TilePart part;
-      for (std::int64_t t = row / step_.group; t <= (row + count - 1) / step_.group; ++t) part.join(parts_[t]);
-      if (part.begin >= part.end) continue;
-      tiles_.configure(static_cast<int>(std::min<std::int64_t>(count, kTileRows)),
-                       static_cast<int>(std::max<std::int64_t>(count - kTileRows, 0)));
-      const Seen seen = this->seen_in_tile(row);
-      score(row, count, keys, part);
-      soften_rows(row, count, seen);
-      weigh(count, part, seen);
-      this->settle(row, count);
+  void attend_rows(std::int64_t row, std::int64_t count) {
+    TilePart part;
+    for (std::int64_t t = row / step_.group; t <= (row + count - 1) / step_.group; ++t) part.join(parts_[t]);
+    if (part.begin >= part.end) return;
+    const Seen seen = this->seen_in_tile(row);
+    configure(count);
+    score(row, 0, count, part.begin / kLanes, std::min(part.blocks_end(), own_));
+    for_each_branch(row, count, true, [&](std::int64_t r, std::int64_t rows, const TilePart& own) {
+      const int from = std::max(own.begin / kLanes, own_);
+      prepare_keys(from, own.blocks_end());
+      score(row + r, r, rows, from, own.blocks_end());
+    });
+    soften_rows(row, count, seen);
+    const int end = std::min(part.end, shared_end_);
+    configure(count);
+    if (part.begin < end) weigh(0, count, part.begin, end, seen, false);
+    for_each_branch(row, count, false, [&](std::int64_t r, std::int64_t rows, const TilePart& own) {
+      const int begin = std::max(own.begin, shared_end_);
+      prepare_values(begin, own.end);
+      weigh(r, rows, begin, own.end, seen, part.begin < end);
+    });
+    this->settle(row, count);
+  }
+
+  // Calls f(r, rows, part) for the tokens that see pages of their own, whose keys, or values, are laid out: r is their
+  // first row of these.
+  template <class F>
+  void for_each_branch(std::int64_t first, std::int64_t count, bool keys, F&& f) {
+    if (shared_end_ == kTile) return;
+    const std::int64_t group = step_.group;
+    for (std::int64_t t = first / group; t <= (first + count - 1) / group; ++t) {
+      const std::int64_t begin = std::max(first, t * group), end = std::min(first + count, (t + 1) * group);
+      if (parts_[t].begin >= parts_[t].end || parts_[t].end <= shared_end_) continue;
+      this->lay_out_branch(t, keys, !keys);
+      configure(end - begin);
+      f(begin - first, end - begin, parts_[t]);
     }
   }
 
+  void configure(std::int64_t count) {
+    tiles_.configure(static_cast<int>(std::min<std::int64_t>(count, kTileRows)),
+                     static_cast<int>(std::max<std::int64_t>(count - kTileRows, 0)));
+  }
+
   // Where a page's last dims fill no tile: what follows them is not the key's.
-  void copy_rest(const bf16* const* keys, int first, int last) const {
+  void copy_rest(int first, int last) const {
     const std::int64_t whole = step_.key_dim / kTileDepth, size = (step_.key_dim % kTileDepth + 1) / 2 * 2 * kLanes;
     for (int b = first; b < last; ++b) {
       bf16* rest = rest_ + b * kTileSize;
-      std::copy_n(keys[b] + whole * kTileSize, size, rest);
+      std::copy_n(operands_[b] + whole * kTileSize, size, rest);
       std::memset(rest + size, 0, static_cast<std::size_t>(kTileSize - size) * sizeof(bf16));
     }
   }
 
   // The values of the tile as pairs of positions: [steps][width / 16][16 pairs][16 dims][2]. Of 32 dims, the first 16
   // are 0-3, 8-11, 16-19 and 24-27, as unpacking leaves them. Positions that no row sees are 0, whatever stands there.
-  void pair_values(const bf16* const* pages, const bf16* const* next_keys, const bf16* const* next_pages,
-                   const TilePart& any) const {
+  void pair_values(const TilePart& any) const {
     const std::int64_t dims = step_.value_dim, blocks = step_.width / kLanes;
     const int first = any.begin / kTileDepth * kTileDepth, last = (any.end + kTileDepth - 1) / kTileDepth * kTileDepth;
     for (int j = first; j < last; j += 2) {
       const std::int64_t offset = j % kLanes * dims;
-      const bf16* page = pages[j / kLanes] + offset;
-      const bf16 *ahead = next_pages[j / kLanes] + offset, *ahead_keys = next_keys[j / kLanes] + offset;
+      const bf16* page = pages_[j / kLanes] + offset;
+      const bf16 *ahead = next_pages_[j / kLanes] + offset, *ahead_keys = next_keys_[j / kLanes] + offset;
       bf16* out = values_ + (j / kTileDepth * blocks * kTileRows + j % kTileDepth / 2) * kTileDepth;
       for (std::int64_t d = 0; d < dims; d += 32) {
         const std::int64_t left = dims - d;
@@ -235,25 +290,26 @@ class AmxRows : public JobRows<T> {
   }
 
   // Products with one or two tiles of rows and of columns.
+  template <bool kMore>
   static auto product(std::int64_t count, bool pair) {
-    if (count > kTileRows) return pair ? multiply_tiles<true, true> : multiply_tiles<true, false>;
-    return pair ? multiply_tiles<false, true> : multiply_tiles<false, false>;
+    if (count > kTileRows) return pair ? multiply_tiles<true, true, kMore> : multiply_tiles<true, false, kMore>;
+    return pair ? multiply_tiles<false, true, kMore> : multiply_tiles<false, false, kMore>;
   }
 
-  void score(std::int64_t row, std::int64_t count, const bf16* const* keys, const TilePart& part) const {
+  // Rows of the job from `row` on, and blocks first .. end - 1: the scores from row r on.
+  void score(std::int64_t row, std::int64_t r, std::int64_t count, int first, int end) const {
     const std::int64_t steps = (kQuantized<T> ? depth_ : step_.key_dim) / kTileDepth;
     const auto rest_of = [&](int b) { return rest_ != nullptr ? rest_ + b * kTileSize : nullptr; };
-    const int end = part.blocks_end();
-    for (int b = part.begin / kLanes; b < end; b += 2) {
+    for (int b = first; b < end; b += 2) {
       const bool pair = b + 1 < end;
       const int other = pair ? b + 1 : b;
-      float* out = scores_ + b * kLanes;
-      product(count, pair)(q_ + row * depth_, depth_, steps, keys[b], keys[other], kTileSize, rest_of(b),
-                           rest_of(other), out, out + kLanes, kTile);
+      float* out = scores_ + r * kTile + b * kLanes;
+      product<false>(count, pair)(q_ + row * depth_, depth_, steps, operands_[b], operands_[other], kTileSize,
+                                  rest_of(b), rest_of(other), out, out + kLanes, kTile);
     }
   }
 
-  void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) const {
+  void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
     this->for_each_alike(first, first + count,
                          [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
                            const std::int64_t r = row - first;
@@ -262,6 +318,9 @@ class AmxRows : public JobRows<T> {
                              std::memset(weights, 0, static_cast<std::size_t>(alike) * kTile * sizeof(bf16));
                            }
                            if (part.begin >= part.end) return;
+                           if constexpr (kQuantized<T>) {
+                             if (part.end > shared_end_) find_factors(row / step_.group, part);
+                           }
                            constexpr decltype(&soften_to_bf16<1>) run[] = {
                                nullptr, soften_to_bf16<1>, soften_to_bf16<2>, soften_to_bf16<3>, soften_to_bf16<4>};
                            if constexpr (kScaled<T>) scale_rows(scores_ + r * kTile, alike, part, key_scales_);
@@ -270,15 +329,26 @@ class AmxRows : public JobRows<T> {
                          });
   }
 
-  void weigh(std::int64_t count, const TilePart& part, const Seen& seen) const {
+  // What the scores and weights of a token are multiplied by where it has pages of its own.
+  void find_factors(std::int64_t t, const TilePart& part) {
+    this->lay_out_branch(t, true, true);
+    for (int b = shared_end_ / kLanes; b < part.blocks_end(); ++b) {
+      if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
+      store(factors_ + b * kLanes, value_factors(pages_[b], cache_.value_page, step_.value_dim));
+    }
+  }
+
+  // Rows from r on of these, and positions begin .. end - 1; `more`: added to what is there.
+  void weigh(std::int64_t r, std::int64_t count, int begin, int end, const Seen& seen, bool more) const {
     const std::int64_t blocks = step_.width / kLanes;
-    const int first = part.begin / kTileDepth, last = (part.end + kTileDepth - 1) / kTileDepth;
+    const int first = begin / kTileDepth, last = (end + kTileDepth - 1) / kTileDepth;
     for (std::int64_t d = 0; d < blocks; d += 2) {
       const bool pair = d + 1 < blocks;
       const bf16* b = values_ + (first * blocks + d) * kTileSize;
-      float* out = seen.values + d * kLanes;
-      product(count, pair)(weights_ + first * kTileDepth, kTile, last - first, b, pair ? b + kTileSize : b,
-                           blocks * kTileSize, nullptr, nullptr, out, out + kLanes, step_.width);
+      float* out = seen.values + r * step_.width + d * kLanes;
+      (more ? product<true>(count, pair) : product<false>(count, pair))(
+          weights_ + r * kTile + first * kTileDepth, kTile, last - first, b, pair ? b + kTileSize : b,
+          blocks * kTileSize, nullptr, nullptr, out, out + kLanes, step_.width);
     }
   }
 
@@ -289,6 +359,9 @@ class AmxRows : public JobRows<T> {
   bf16 *values_, *rest_;
   bf16* keys16_;  // a tile of codes: [8][depth / 2][16][2]
   Tiles tiles_;
+  int shared_end_ = kTile;  // position of the tile up to which all tokens weigh the same values
+  const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_keys_[kTileBlocks], *next_pages_[kTileBlocks];
+  const bf16* operands_[kTileBlocks];  // keys
   alignas(64) float key_scales_[kTile], factors_[kTile];
 };
 

@@ -26,7 +26,7 @@ struct Split {
 // Tokens first_token .. + tokens of a sequence, all heads of one kv head, tiles first_tile .. last_tile - 1.
 struct Job {
   std::int32_t sequence, kv_head, first_token, tokens, first_tile, last_tile;
-  bool branch;   // one token of a tree that is no chain
+  bool branch;   // tokens of a tree that is no chain
   Split* split;  // of jobs that share their rows with others
 };
 

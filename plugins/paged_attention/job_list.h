@@ -33,13 +33,13 @@ class JobList {
     std::int64_t cost;  // positions x rows
   };
 
-  std::int64_t tokens_per_job(const Sequence& sequence, bool chain) const {
-    return chain ? std::min(std::max<std::int64_t>(1, job_rows_ / step_.group), sequence.rows) : 1;
-  }
-
-  Tokens tokens_at(const Sequence& sequence, std::int64_t first, std::int64_t count) const {
-    const Range range{visible(step_, sequence, first).begin, visible(step_, sequence, first + count - 1).end};
-    Tokens tokens{first, count, range, 0};  // both bounds grow from token to token
+  Tokens tokens_at(const Sequence& sequence, bool chain, std::int64_t first, std::int64_t count) const {
+    Range range{visible(step_, sequence, first).begin, visible(step_, sequence, first + count - 1).end};
+    for (std::int64_t r = first; !chain && r < first + count; ++r) {  // in a chain both bounds grow from token to token
+      const Range own = visible(step_, sequence, r);
+      range = {std::min(range.begin, own.begin), std::max(range.end, own.end)};
+    }
+    Tokens tokens{first, count, range, 0};
     tokens.cost = (tokens.range.end - tokens.range.begin) * count * step_.group;
     return tokens;
   }
@@ -48,10 +48,10 @@ class JobList {
   template <class F>
   void for_each_tokens(const Sequence& sequence, bool chain, F&& f) const {
     if (sequence.rows == 0) return;
-    const std::int64_t step = tokens_per_job(sequence, chain);
+    const std::int64_t step = std::min(std::max<std::int64_t>(1, job_rows_ / step_.group), sequence.rows);
     for (std::int64_t end = sequence.rows; end > 0; end -= std::min(end, step)) {
       const std::int64_t first = std::max<std::int64_t>(0, end - step);
-      f(tokens_at(sequence, first, end - first));
+      f(tokens_at(sequence, chain, first, end - first));
     }
   }
 

@@ -66,9 +66,10 @@ class JobRows {
     for (std::int64_t t = 0; t < tokens_; ++t) ranges_[t] = visible(step_, sequence_, job.first_token + t);
     clear(seen_);
     std::fill_n(seen_.values, rows_ * step_.width, 0.0f);
-    last_page_ = (ranges_[tokens_ - 1].end - 1) / kLanes;
+    last_page_ = 0;
+    for (std::int64_t t = 0; t < tokens_; ++t) last_page_ = std::max(last_page_, (ranges_[t].end - 1) / kLanes);
     branch_page_ = std::numeric_limits<std::int64_t>::max();
-    if (job.branch) lay_out_branch(job.first_token);
+    if (job.branch) start_branches(job.first_token);
   }
 
   // Calls attend(tile, any) for the job's tiles, where any is what any of the rows sees of it. True if the rows are
@@ -79,6 +80,7 @@ class JobRows {
     for (std::int64_t tile = job.first_tile; tile < job.last_tile; ++tile) {
       tile_start_ = tile * kTile;
       const TilePart any = find_parts();
+      own_ = clamp_to_tile(std::min(branch_page_, last_page_ + kTileBlocks) * kLanes) / kLanes;
       clear(seen_in_tile(0));
       if (any.begin < any.end) attend(tile, any);
     }
@@ -126,7 +128,9 @@ class JobRows {
   template <class F>
   void for_each_alike(std::int64_t first, std::int64_t last, F&& f) const {
     const std::int64_t group = step_.group;
-    const auto whole = [&](std::int64_t t) { return parts_[t].begin == 0 && parts_[t].end == kTile; };
+    const auto whole = [&](std::int64_t t) {
+      return own_ == kTileBlocks && parts_[t].begin == 0 && parts_[t].end == kTile;
+    };
     for (std::int64_t row = first; row < last;) {
       const std::int64_t t = row / group;
       std::int64_t end = (t + 1) * group;
@@ -231,29 +235,49 @@ class JobRows {
     if constexpr (kRotated<T>) rotate(turning_, dims, turning_ + padded(dims));
   }
 
-  // Copies the row's ancestors to the positions that they will have if the branch is accepted, so that the row sees the
-  // same tiles as without a tree.
-  void lay_out_branch(std::int64_t r) {
+  // From the page on in which a tree begins its tokens see pages of their own. What is before the tree is the same in
+  // all of them.
+  void start_branches(std::int64_t first_token) {
     const std::int64_t past = sequence_.past;
     branch_page_ = past / kLanes;
-    for (std::int64_t p = std::max(branch_page_ * kLanes, ranges_[0].begin); p < past; ++p) copy_to_branch(p, p);
-    const std::uint64_t* bits = tree_bits(step_.context.batch, sequence_, r);
+    first_token_ = first_token;
+    laid_keys_ = laid_values_ = -1;
+    const auto pages = static_cast<std::size_t>(last_page_ - branch_page_ + 1);  // with numbers, whatever was there
+    std::memset(branch_keys_, 0, pages * static_cast<std::size_t>(cache_.key_page.bytes()));
+    std::memset(branch_values_, 0, pages * static_cast<std::size_t>(cache_.value_page.bytes()));
+    std::int64_t begin = past;
+    for (std::int64_t t = 0; t < tokens_; ++t) begin = std::min(begin, ranges_[t].begin);
+    for (std::int64_t p = std::max(branch_page_ * kLanes, begin); p < past; ++p) copy_to_branch(p, p, true, true);
+  }
+
+ protected:
+  // Copies a token's ancestors to the positions that they will have if the branch is accepted, so that it sees the same
+  // tiles as without a tree. They stay there until it is another token's turn.
+  void lay_out_branch(std::int64_t t, bool keys, bool values) {
+    keys &= laid_keys_ != t;
+    values &= laid_values_ != t;
+    if (keys) laid_keys_ = t;
+    if (values) laid_values_ = t;
+    if (!keys && !values) return;
+    const std::int64_t past = sequence_.past;
+    const std::uint64_t* bits = tree_bits(step_.context.batch, sequence_, first_token_ + t);
     std::int64_t position = past;
     for (std::int64_t w = 0; w < step_.context.batch.tree_words; ++w) {
       for (std::uint64_t word = bits[w]; word != 0; word &= word - 1) {
-        copy_to_branch(past + w * 64 + __builtin_ctzll(word), position++);
+        copy_to_branch(past + w * 64 + __builtin_ctzll(word), position++, keys, values);
       }
     }
   }
 
-  void copy_to_branch(std::int64_t from, std::int64_t to) {
-    const auto copy = [&](bool keys, const PageLayout& layout, const T* page, T* to_page) {
-      copy_position(kKvType<T>, keys, layout, reinterpret_cast<const std::byte*>(page), from % kLanes,
+ private:
+  void copy_to_branch(std::int64_t from, std::int64_t to, bool keys, bool values) {
+    const auto copy = [&](bool is_key, const PageLayout& layout, const T* page, T* to_page) {
+      copy_position(kKvType<T>, is_key, layout, reinterpret_cast<const std::byte*>(page), from % kLanes,
                     reinterpret_cast<std::byte*>(to_page), to % kLanes);
     };
     const std::int64_t page = from / kLanes, to_page = to / kLanes;
-    copy(true, cache_.key_page, cache_.key_page_of(sequence_, kv_head_, page), branch_keys(to_page));
-    copy(false, cache_.value_page, cache_.value_page_of(sequence_, kv_head_, page), branch_values(to_page));
+    if (keys) copy(true, cache_.key_page, cache_.key_page_of(sequence_, kv_head_, page), branch_keys(to_page));
+    if (values) copy(false, cache_.value_page, cache_.value_page_of(sequence_, kv_head_, page), branch_values(to_page));
   }
 
  protected:
@@ -275,6 +299,9 @@ class JobRows {
   std::byte *branch_keys_, *branch_values_;
   Sequence sequence_{};
   std::int64_t kv_head_ = 0, tokens_ = 0, rows_ = 0, tile_start_ = 0, last_page_ = 0, branch_page_ = 0;
+  std::int64_t first_token_ = 0, laid_keys_ = -1,
+               laid_values_ = -1;  // of the tree; the tokens whose branch is laid out
+  int own_ = kTileBlocks;          // block of the tile from which on each token has pages of its own
 };
 
 }  // namespace llmc::LLMC_ISA

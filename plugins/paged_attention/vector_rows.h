@@ -15,7 +15,7 @@ struct RowBlock {
 template <class T>
 class VectorRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::own_, Base::tokens_;
 
  public:
   // Rows above which a tile is converted to float32 once instead of at each use; int4 always is.
@@ -43,63 +43,101 @@ class VectorRows : public JobRows<T> {
   static constexpr bool kConverts = !std::is_same_v<T, float>;
 
   void attend(std::int64_t tile, const TilePart& any) {
-    find_blocks();
     const Seen seen = this->seen_in_tile(0);
     std::fill_n(seen.values, rows_ * step_.width, 0.0f);
-    const T *keys[kTileBlocks], *pages[kTileBlocks], *next[kTileBlocks], *unused;
-    const int first = any.begin / kLanes, last = any.blocks_end();
+    const int first = any.begin / kLanes, last = any.blocks_end(), shared = std::min(last, own_);
     for (int b = 0; b < kTileBlocks; ++b) {
-      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys[b], pages[b]);
-      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next[b], unused);
+      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
+      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_[b], unused_);
     }
-    if constexpr (kScaled<T>) find_scales(keys, pages, first, last);
-    const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
-    if constexpr (kDirectRows > 0) {
-      if (!kConverts || rows_ <= kDirectRows) {
-        for (int b = first; b < last; b += step) score(keys, pages, b, std::min(b + step, last));
-        soften_rows(seen);
-        weigh(pages, next, step_.value_dim, seen);
-        this->settle(0, rows_);
-        return;
-      }
-    }
-    const float *keys32[kTileBlocks], *values32[kTileBlocks];
-    for (int b = 0; b < kTileBlocks; ++b) {
-      keys32[b] = keys32_ + b % kKeyBlocks * kLanes * step_.key_dim;
-      values32[b] = values32_ + b * kLanes * step_.width;
-    }
-    for (int b = first / kKeyBlocks * kKeyBlocks; b < last; b += kKeyBlocks) {
-      const int begin = std::max(b, first), end = std::min(b + kKeyBlocks, last);
-      for (int i = begin; i < end; ++i) convert_keys(keys[i], pages[i], keys32_ + (i - b) * kLanes * step_.key_dim);
-      score(keys32, keys32, begin, end);
-    }
+    if constexpr (kScaled<T>) find_scales(first, shared);
+    find_blocks(0, rows_, {0, own_ * kLanes});
+    score_tile(first, shared);
+    for_each_branch(true, [&](int end) { score_tile(own_, end); });
     soften_rows(seen);
-    for (int b = first; b < last; ++b) convert_values(pages[b], next[b], values32_ + b * kLanes * step_.width);
-    weigh(values32, values32, step_.width, seen);
+    if (own_ < last) find_blocks(0, rows_, {0, own_ * kLanes});
+    weigh_tile(first, shared, seen);
+    for_each_branch(false, [&](int end) { weigh_tile(own_, end, seen); });
     this->settle(0, rows_);
   }
 
-  // The rows in blocks that are as even as possible: 8 rows are 4 and 4.
-  void find_blocks() {
-    block_count_ = (rows_ + kRowBlock - 1) / kRowBlock;
+  // Calls f(end) for the tokens that see pages of their own: blocks own_ .. end - 1, whose keys, or values, are laid
+  // out; find_blocks has found the token's rows.
+  template <class F>
+  void for_each_branch(bool keys, F&& f) {
+    if (own_ == kTileBlocks) return;
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      if (parts_[t].begin >= parts_[t].end || parts_[t].blocks_end() <= own_) continue;
+      this->lay_out_branch(t, keys, !keys);
+      find_blocks(t * step_.group, (t + 1) * step_.group, {own_ * kLanes, kTile});
+      f(parts_[t].blocks_end());
+    }
+  }
+
+  // Whether the blocks are few enough to be read as they are stored.
+  bool is_direct() const {
+    return kDirectRows > 0 &&
+           (!kConverts ||
+            blocks_[block_count_ - 1].row + blocks_[block_count_ - 1].rows - blocks_[0].row <= kDirectRows);
+  }
+
+  void score_tile(int first, int last) {
+    if (is_direct()) {
+      const int step = block_count_ == 1 ? kTileBlocks : kKeyBlocks;
+      if constexpr (kDirectRows > 0) {
+        for (int b = first; b < last; b += step) score(keys_, pages_, b, std::min(b + step, last));
+      }
+      return;
+    }
+    const float* keys32[kTileBlocks];
+    for (int b = 0; b < kTileBlocks; ++b) keys32[b] = keys32_ + b % kKeyBlocks * kLanes * step_.key_dim;
+    for (int b = first / kKeyBlocks * kKeyBlocks; b < last; b += kKeyBlocks) {
+      const int begin = std::max(b, first), end = std::min(b + kKeyBlocks, last);
+      for (int i = begin; i < end; ++i) convert_keys(keys_[i], pages_[i], keys32_ + (i - b) * kLanes * step_.key_dim);
+      score(keys32, keys32, begin, end);
+    }
+  }
+
+  void weigh_tile(int first, int last, const Seen& seen) const {
+    if (is_direct()) {
+      if constexpr (kDirectRows > 0) weigh(pages_, next_, step_.value_dim, seen);
+      return;
+    }
+    const float* values32[kTileBlocks];
+    for (int b = 0; b < kTileBlocks; ++b) values32[b] = values32_ + b * kLanes * step_.width;
+    for (int b = first; b < last; ++b) convert_values(pages_[b], next_[b], values32_ + b * kLanes * step_.width);
+    weigh(values32, values32, step_.width, seen);
+  }
+
+  // Rows first .. last - 1 in blocks that are as even as possible: 8 rows are 4 and 4; and what they see of positions
+  // `clip`.
+  void find_blocks(std::int64_t first, std::int64_t last, const TilePart& clip) {
+    const std::int64_t rows = last - first;
+    clip_ = clip;
+    block_count_ = (rows + kRowBlock - 1) / kRowBlock;
     for (std::int64_t i = 0; i < block_count_; ++i) {
       RowBlock& block = blocks_[i] = RowBlock();
-      block.row = rows_ * i / block_count_;
-      const std::int64_t end = rows_ * (i + 1) / block_count_;
+      block.row = first + rows * i / block_count_;
+      const std::int64_t end = first + rows * (i + 1) / block_count_;
       block.rows = static_cast<int>(end - block.row);
       for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
-        block.any.join(parts_[t]);
-        block.all.begin = std::max(block.all.begin, parts_[t].begin);
-        block.all.end = std::min(block.all.end, parts_[t].end);
+        const TilePart part = clipped(t);
+        block.any.join(part);
+        block.all.begin = std::max(block.all.begin, part.begin);
+        block.all.end = std::min(block.all.end, part.end);
       }
       if (block.all.begin >= block.all.end) block.all = {kTile, kTile};
     }
   }
 
-  void find_scales(const T* const* keys, const T* const* values, int first, int last) {
+  TilePart clipped(std::int64_t t) const {
+    return {std::max(clip_.begin, parts_[t].begin), std::min(clip_.end, parts_[t].end)};
+  }
+
+  void find_scales(int first, int last) {
     for (int b = first; b < last; ++b) {
-      store(key_scales_ + b * kLanes, load_scales(keys[b], cache_.key_page));
-      store(value_scales_ + b * kLanes, load_scales(values[b], cache_.value_page));
+      store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
+      store(value_scales_ + b * kLanes, load_scales(pages_[b], cache_.value_page));
     }
   }
 
@@ -162,10 +200,16 @@ class VectorRows : public JobRows<T> {
     }
   }
 
-  void soften_rows(const Seen& seen) const {
+  void soften_rows(const Seen& seen) {
     this->for_each_alike(
         0, rows_, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
           if (part.begin >= part.end) return;
+          if constexpr (kScaled<T>) {
+            if (part.blocks_end() > own_) {
+              this->lay_out_branch(row / step_.group, true, true);
+              find_scales(own_, part.blocks_end());
+            }
+          }
           constexpr decltype(&soften<1>) run[] = {nullptr, soften<1>, soften<2>, soften<3>, soften<4>};
           if constexpr (kScaled<T>) scale_rows(scores_ + row * kTile, count, part, key_scales_);
           run[count](scores_ + row * kTile, part.begin, part.end, logit, distance, seen.largest + row, seen.sum + row);
@@ -191,7 +235,7 @@ class VectorRows : public JobRows<T> {
   void weigh_alone(std::int64_t row, const U* const* pages, std::int64_t dims, const TilePart& part,
                    float* values) const {
     if (part.begin >= part.end) return;
-    const TilePart& own = parts_[row / step_.group];
+    const TilePart own = clipped(row / step_.group);
     const int begin = std::max(part.begin, own.begin), end = std::min(part.end, own.end);
     if (begin >= end) return;
     RowKernels<U>::weigh[1](scores_ + row * kTile, pages, pages, dims, begin, end, values + row * step_.width,
@@ -201,6 +245,8 @@ class VectorRows : public JobRows<T> {
   float *q_, *scores_;
   RowBlock* blocks_;
   std::int64_t block_count_ = 0;
+  TilePart clip_;
+  const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_[kTileBlocks], *unused_;  // of the current tile
   float *keys32_, *values32_;
   alignas(64) float key_scales_[kTile], value_scales_[kTile];
 };

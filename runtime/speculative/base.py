@@ -159,6 +159,11 @@ class Proposer(ABC):
     default_nodes: ClassVar[int] = 8
     draws: ClassVar[bool] = False
 
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """If all trees are the first nodes of the same one, the chance that each of these is right; else none."""
+        return ()
+
     @classmethod
     @abstractmethod
     def open(cls, argument: str, setting: Setting) -> Self:

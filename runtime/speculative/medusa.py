@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar, Self
 
 import numpy as np
@@ -12,8 +13,11 @@ from llmc.errors import EngineError, UsageError
 from llmc.runtime.batch import Batch
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.engine import Engine
-from llmc.runtime.heads import HIDDEN, MOST_NODES, HeadTree
+from llmc.runtime.heads import HIDDEN, MOST_NODES, MOST_RANKS, HeadTree
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
+
+GUESS = 0.5
+"""What a head's best candidate is taken to be worth, where nothing was measured."""
 
 
 class HeadRunner:
@@ -64,6 +68,16 @@ class MedusaProposer(Proposer):
         if argument:
             raise UsageError(f"--spec medusa={argument}: the heads are those of the engine; leave ={argument} away")
         return cls(HeadRunner(setting.engine, threads=setting.threads, isa=setting.isa))
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """The product of what the heads are worth, as it was measured, or as if each candidate were half the last."""
+        tree = self._runner.tree
+        ranks = tree.accuracy or (tuple(GUESS**rank for rank in range(1, MOST_RANKS + 1)),) * tree.heads
+        return tuple(
+            math.prod(ranks[head][rank] if rank < len(ranks[head]) else 0.0 for head, rank in enumerate(path))
+            for path in tree.paths
+        )
 
     def propose(self, queries: list[Query]) -> list[Tree]:
         """One run of the heads for all sequences."""

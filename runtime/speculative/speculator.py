@@ -53,7 +53,7 @@ class Speculator:
         self._proposer, self._executor, self._vocab_size, self._clock = proposer, executor, vocab_size, clock
         self._nodes = proposer.default_nodes if nodes is None else nodes
         self._is_fixed = rule is Rule.TYPICAL or (rule is Rule.REJECTION and proposer.draws)
-        self._controller = Controller() if nodes is None and not self._is_fixed else None
+        self._controller = Controller(proposer.gains) if nodes is None and not self._is_fixed else None
         self._step: tuple[list[Chunk], float] = ([], 0.0)
         self._drafts: dict[Sequence, NDArray[np.float32]] = {}
         """Features of the drafts of the last step."""
@@ -94,7 +94,7 @@ class Speculator:
         """The step with the chunks of the last `draft` has run."""
         chunks, begin = self._step
         if self._controller is not None:
-            self._controller.cost.add(sum(chunk.num_rows for chunk in chunks), self._clock() - begin)
+            self._controller.ran(sum(chunk.num_rows for chunk in chunks), self._clock() - begin)
         if self._proposer.wants_features:
             assert isinstance(self._executor, FeatureExecutor), "checked when it was opened"
             features, row, seen = self._executor.features(), 0, []
@@ -114,7 +114,7 @@ class Speculator:
             deepest = max(chunk.tree.depths)
             self.acceptance.add(len(chunk.tree), deepest, len(path))
             if self._controller is not None:
-                self._controller.learn(sequence, deepest, len(path))
+                self._controller.learn(sequence, len(chunk.tree), deepest, len(path))
             moves = [(chunk.stop + node, chunk.stop + place) for place, node in enumerate(path) if node != place]
             if moves:
                 assert sequence.table is not None, "a sequence that runs has blocks"

@@ -156,14 +156,27 @@ def test_same_bits_alone_and_in_a_batch_on_any_number_of_threads(dtype: str) -> 
             start += n - c
 
 
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, {"window": 20}, {"chunk": 50}], ids=str)
-def test_a_branch_of_a_tree_has_the_bits_that_it_would_have_alone(options: dict[str, object], dtype: str) -> None:
-    """Rows of a tree see their ancestors where these will stand once they are accepted."""
+@pytest.mark.parametrize(
+    ("past", "shape", "options"),
+    [
+        (121, Shape(4, 2, 24, 16), {"slopes": True}),
+        (121, Shape(4, 2, 24, 16), {"window": 20}),
+        (121, Shape(4, 2, 24, 16), {"chunk": 50, "slopes": True}),
+        (171, Shape(9, 3, 64, 64), {}),
+        (0, Shape(20, 1, 40, 8), {}),
+    ],
+    ids=str,
+)
+def test_a_branch_of_a_tree_has_the_bits_that_it_would_have_alone(
+    past: int, shape: Shape, options: dict[str, object], dtype: str, isa: str
+) -> None:
+    """Rows of a tree see their ancestors where these will stand once they are accepted, beside whichever rows."""
     rng = np.random.default_rng(6)
-    shape, past, rows = Shape(4, 2, 24, 16), 121, 40
-    attributes = PLAIN | options
-    slopes = rng.random(4, dtype=np.float32)
+    rows = 40
+    attributes = PLAIN | {key: value for key, value in options.items() if key != "slopes"}
+    slopes = rng.random(shape.heads, dtype=np.float32) if "slopes" in options else None
     s = sequence(rng, shape, past + rows)
     parent = [-1, *(int(rng.integers(max(-1, r - 4), r)) for r in range(1, rows))]
     mask = np.zeros((rows, 1), np.uint64)
@@ -173,12 +186,14 @@ def test_a_branch_of_a_tree_has_the_bits_that_it_would_have_alone(options: dict[
         for ancestor in paths[r]:
             mask[r, 0] |= np.uint64(1) << np.uint64(ancestor)
     cache = Cache(shape, dtype, [past + rows])
-    cache.step([(0, s, 0, past)], attributes, slopes=slopes)
-    found = cache.step([(0, s, past, past + rows)], attributes, slopes=slopes, tree=mask, threads=2)
+    if past:
+        cache.step([(0, s, 0, past)], attributes, slopes=slopes, isa=isa)
+    found = cache.step([(0, s, past, past + rows)], attributes, slopes=slopes, tree=mask, threads=2, isa=isa)
     for r in (0, 1, 5, 17, 39):
         path = [*range(past), *(past + p for p in paths[r])]
         branch = Rows(s.q[path], s.k[path], s.v[path])
-        expected = Cache(shape, dtype, [len(path)]).step([(0, branch, 0, len(path))], attributes, slopes=slopes)
+        alone = Cache(shape, dtype, [len(path)])
+        expected = alone.step([(0, branch, 0, len(path))], attributes, slopes=slopes, isa=isa)
         assert np.array_equal(found[r], expected[-1]), f"row {r}"
 
 

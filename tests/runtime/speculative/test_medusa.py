@@ -19,6 +19,7 @@ from llmc.compiler.safetensors_file import SafetensorsFile
 from llmc.errors import UsageError
 from llmc.runtime.heads import HeadTree
 from llmc.runtime.speculative.medusa import grow
+from llmc.runtime.speculative.opening import Speculation
 
 HEADS, HIDDEN, VOCABULARY = 3, T0["hidden_size"], T0["vocab_size"]
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
@@ -65,7 +66,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(engine: Path, speculative: str | None, **params: Any) -> tuple[list[Any], Any]:
-    llm = LLM(engine, threads=1, check=True, speculative=speculative)
+    fixed = speculative and Speculation(speculative, tokens=8)  # adaptive sizes depend on the clock
+    llm = LLM(engine, threads=1, check=True, speculative=fixed)
     results = llm.generate(PROMPTS, SamplingParams(max_tokens=40, **params))
     alone = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=40, **params))
     assert alone[0].token_ids == results[0].token_ids
