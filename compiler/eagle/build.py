@@ -86,10 +86,14 @@ def check_model(wanted: EagleToBuild, steps: LoweredGraph) -> None:
     where = f"{eagle.path}: this {TITLES[eagle.kind]} layer is of another model:"
     if widths != {eagle.shape.target}:
         raise CheckpointError(f"{where} it goes on with rows of {eagle.shape.target} numbers, the model's have {width}")
-    if eagle.config["vocab_size"] > vocabulary or (
-        "lm_head.weight" not in eagle.tensors and (eagle.shape.vocabulary, eagle.shape.hidden) != (vocabulary, width)
-    ):
-        raise CheckpointError(f"{where} it has {eagle.config['vocab_size']} tokens, the model {vocabulary}")
+    tokens, has_head = eagle.config["vocab_size"], "lm_head.weight" in eagle.tensors
+    needs_all = EMBEDDING in eagle.tensors or not has_head
+    if tokens > vocabulary or (needs_all and tokens != vocabulary):
+        raise CheckpointError(f"{where} it has {tokens} tokens, the model {vocabulary}")
+    if not has_head and (eagle.shape.vocabulary, eagle.shape.hidden) != (vocabulary, width):
+        raise CheckpointError(
+            f"{eagle.path}: has no lm_head.weight, and can't use the model's; add it to the checkpoint"
+        )
     if EMBEDDING not in eagle.tensors and (embedding_step(steps) is None or eagle.shape.hidden != width):
         raise CheckpointError(f"{eagle.path}: has no {EMBEDDING}, and can't use the model's; add it to the checkpoint")
 

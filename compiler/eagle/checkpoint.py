@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from llmc.compiler import weights
 from llmc.compiler.model_directory import ModelDirectory
+from llmc.compiler.rope import SWITCHING
 from llmc.compiler.safetensors_file import FileTensor, SafetensorsFile
 from llmc.errors import CheckpointError
 from llmc.runtime import strict
@@ -99,6 +100,10 @@ def read_eagle(path: Path, allow_hard_links: bool = False) -> Eagle:
     activation = config.value("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise CheckpointError(f"{config.where}: hidden_act {activation!r}; known: {', '.join(ACTIVATIONS)}")
+    ropes = config.value("rope_parameters", config.value("rope_scaling", {}))
+    rope = ropes.get("rope_type", ropes.get("type")) if isinstance(ropes, dict) else ropes
+    if rope in SWITCHING:
+        raise CheckpointError(f"{config.where}: rope {rope!r} of a draft layer is not supported")
     epsilon = config.value("rms_norm_eps", 1e-6)
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
         raise CheckpointError(f"{config.where}: rms_norm_eps is {json.dumps(epsilon)}, expected a small number")

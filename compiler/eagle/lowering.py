@@ -17,7 +17,6 @@ from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import ONE, Buffer, View
 from llmc.compiler.medusa.lowering import StepBuilder, output_step, with_rounded
 from llmc.compiler.quantize.sites import weight_view
-from llmc.compiler.rope import SWITCHING
 from llmc.compiler.weights import Array, Cast, Concat, WeightSource
 from llmc.errors import CheckpointError
 from llmc.runtime.eagle import FEATURES, HIDDEN, TOKEN_IDS
@@ -209,10 +208,6 @@ class _Layer:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         given, size = self.eagle.config, self.shape.head_dim
-        ropes = given.get("rope_parameters") or given.get("rope_scaling") or {}
-        kind = ropes.get("rope_type") or ropes.get("type") or "default"
-        if kind in SWITCHING:
-            raise CheckpointError(f"{self.eagle.path / 'config.json'}: rope {kind!r} of a draft layer is not supported")
         keys = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
         sizes = {"hidden_size": size * self.shape.heads, "num_attention_heads": self.shape.heads, "head_dim": size}
         try:

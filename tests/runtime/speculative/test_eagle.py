@@ -17,7 +17,8 @@ from script_models import T0, next_tokens, write_script_model
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
-from llmc.errors import UsageError
+from llmc.errors import EngineError, UsageError
+from llmc.runtime.eagle import read_eagle
 from llmc.runtime.engine import load_engine
 from llmc.runtime.speculative.base import Query, Tree
 from llmc.runtime.speculative.eagle import EagleProposer, EagleRunner, _Part, _State
@@ -331,11 +332,26 @@ def test_the_cache_of_the_layer_is_part_of_the_budget(close_model: Path) -> None
     assert shared < plain
 
 
-def test_what_makes_no_sense_is_refused(close_model: Path, tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(built: Built, tmp_path: Path) -> None:
+    """The last one is an engine whose layer does not go on with what its model computes."""
+    if built.kind == "eagle3":
+        plan = built.path / "eagle/plan.json"
+        text = plan.read_bytes()
+        spoiled = text.replace(b'"hidden"', b'"other"').replace(b'"target_features"', b'"hidden"')
+        engine = load_engine(built.path)
+        own = {**engine.weights, **engine.eagle.weights}  # type: ignore[union-attr]
+        spec = (built.path / "eagle/eagle.json").read_bytes()
+        more = (engine.plan, 131, engine.limits, "there")
+        assert read_eagle(text, spec, own, engine.weights, *more).begin == 1
+        with pytest.raises(EngineError, match=r"plan.json: it does not go on with what the model computes"):
+            read_eagle(spoiled, spec, own, engine.weights, *more)
+        with pytest.raises(EngineError, match="kv_dtype 'nf4' is unknown"):
+            read_eagle(text, spec.replace(b"float32", b"nf4"), own, engine.weights, *more)
+        return
     with pytest.raises(UsageError, match="leave =x away"):
-        LLM(close_model, threads=1, speculative="eagle=x")
+        LLM(built.path, threads=1, speculative="eagle=x")
     with pytest.raises(UsageError, match="what eagle drafts depends on what runs beside; use exact"):
-        LLM(close_model, threads=1, speculative=Speculation("eagle", sampling="typical"))
+        LLM(built.path, threads=1, speculative=Speculation("eagle", sampling="typical"))
     build_engine(write_script_model(tmp_path / "model", []), tmp_path / "engine", BuildConfig(max_seq_len=96))
     with pytest.raises(UsageError, match=r"has no EAGLE layer; build it with: llmc build MODEL --eagle DIR"):
         LLM(tmp_path / "engine", threads=1, speculative="eagle")
