@@ -124,7 +124,9 @@ class QuantizedTiles {
 
  private:
   static constexpr std::int64_t kTurnBytes = 1 << 19, kTurnRows = 256, kPartBytes = 1 << 20;
-  static constexpr std::int64_t kTileBytes = 8192;  // of weights that are unpacked at a time, or those of one block
+  // Of weights that are unpacked at a time, or those of one block. With many rows, the more the fewer times the outputs
+  // so far come from the second-level cache and go back.
+  static constexpr std::int64_t most_bytes(bool wide) { return wide ? 49152 : 8192; }
   static constexpr std::int64_t kMostBytes = 65536;
 
   struct Work {
@@ -145,10 +147,10 @@ class QuantizedTiles {
   std::int64_t tile_bytes() const { return tile_rows_ * 64; }
 
   // The blocks from `begin` on for which there is room.
-  std::int64_t range_end(std::int64_t begin, std::int64_t end, int panels) const {
+  std::int64_t range_end(std::int64_t begin, std::int64_t end, int panels, bool wide) const {
     const std::int64_t bytes = tile_bytes() * panels;
     std::int64_t used = tiles(p_.w.block[begin]), b = begin + 1;
-    for (; b < end && (used + tiles(p_.w.block[b])) * bytes <= kTileBytes; ++b) used += tiles(p_.w.block[b]);
+    for (; b < end && (used + tiles(p_.w.block[b])) * bytes <= most_bytes(wide); ++b) used += tiles(p_.w.block[b]);
     return b;
   }
 
@@ -157,28 +159,33 @@ class QuantizedTiles {
     constexpr int kRows = kWide ? 32 : 16;
     const bool whole = p_.lanes(panel + P - 1) == 16;
     const std::int64_t groups = (work.row_end - work.row_begin + kRows - 1) / kRows;
+    const bool far = (work.row_end - work.row_begin) * p_.y_stride * 4 > kTurnBytes;
     Adder<P> before;
     int parity = 0;
     for (std::int64_t begin = work.begin; begin < work.end;) {
-      const std::int64_t end = range_end(begin, work.end, P),
+      const std::int64_t end = range_end(begin, work.end, P, kWide),
                          stride = packed_ ? p_.w.panel_bytes() : unpack(panel, P, begin, end);
       const bool finish = end == p_.w.blocks, last = end == work.end, direct = last && whole && !(finish && p_.bias);
       std::int64_t steps = 0;
       for (std::int64_t b = begin; b < end; ++b) steps += tiles(p_.w.block[b]);
-      Ahead<P> ahead = ahead_of<P>(end < work.end ? panel : panel + P, end < work.end ? end : work.begin, work.end,
-                                   groups * steps * P);
+      Ahead<P> ahead = ahead_of<P, kWide>(end < work.end ? panel : panel + P, end < work.end ? end : work.begin,
+                                          work.end, groups * steps * P);
+      const bool ranges = !direct || begin != work.begin;  // else sums so far are of these rows alone
       float* acc = acc_;
-      for (std::int64_t row = work.row_begin; row < work.row_end; row += kRows, acc += kRows * P * 16) {
+      for (std::int64_t row = work.row_begin; row < work.row_end; row += kRows, acc += ranges ? kRows * P * 16 : 0) {
         const int count = static_cast<int>(std::min<std::int64_t>(kRows, work.row_end - row));
         const std::byte* x = p_.x.data + row * p_.x.stride;
         const std::byte* weights = packed_ ? p_.w.lines_of(panel, p_.w.block[begin]) : weights_;
         if (begin == work.begin && begin != 0) load_sums<P>(acc, row, count, panel);
+        Outputs outputs;
+        if (direct && far) {
+          outputs.y = reinterpret_cast<const std::byte*>(p_.y + row * p_.y_stride + panel * 16);
+          outputs.stride = p_.y_stride * 4;
+        }
+        const auto share = [&](std::int64_t b) { return kRows * (b - begin) / (end - begin); };
         for (std::int64_t b = begin; b < end; ++b, parity ^= 1) {
-          if (kWide && count > 16) {
-            weights = products<P, kWide>(x, count, weights, stride, b, parity, before, ahead);
-          } else {
-            weights = products<P, false>(x, count, weights, stride, b, parity, before, ahead);
-          }
+          if (outputs.y != nullptr) outputs.rows = static_cast<int>(share(b + 1) - share(b));
+          weights = next_products<P, kWide>(x, count, weights, stride, b, parity, before, ahead, outputs);
           before = Adder<P>(*this, row, count, panel, b, parity, acc);
           if (b + 1 == end && direct) {
             before.to = p_.y + row * p_.y_stride + panel * 16, before.to_stride = p_.y_stride;
@@ -207,9 +214,25 @@ class QuantizedTiles {
     }
   };
 
-  template <int P>
+  // Fetches lines of y that will be written: where they are not in the second-level cache, the stores of outputs, one
+  // after another, would each wait for theirs.
+  struct Outputs {
+    const std::byte* y = nullptr;
+    std::int64_t stride = 0;
+    int rows = 0;
+
+    // Two lines of so many rows or fewer.
+    LLMC_INLINE void fetch(int count) {
+      for (; count > 0 && rows > 0; --count, --rows, y += stride) {
+        __builtin_prefetch(y, 1);
+        __builtin_prefetch(y + 64, 1);
+      }
+    }
+  };
+
+  template <int P, bool kWide>
   Ahead<P> ahead_of(std::int64_t panel, std::int64_t begin, std::int64_t work_end, std::int64_t products) const {
-    const Block &first = p_.w.block[begin], &last = p_.w.block[range_end(begin, work_end, P) - 1];
+    const Block &first = p_.w.block[begin], &last = p_.w.block[range_end(begin, work_end, P, kWide) - 1];
     Ahead<P> ahead;
     for (int i = 0; i < P; ++i) ahead.from[i] = p_.w.lines_of(panel + i, first);
     ahead.bytes = (last.line + last.lines - first.line) * line_bytes(p_.w.how.format);
@@ -264,19 +287,66 @@ class QuantizedTiles {
     LLMC_INLINE void add(int count) {
       count = std::min(count, rows);
       rows -= count;
-      for (; count > 0; --count, ++factor, ++total, sums += P * 64, from += P * 16, to += to_stride) {
-        for (int i = 0; i < P; ++i) {
-          const f32x16 v{_mm512_maskz_loadu_ps(old, from + i * 16)};
-          store(to + i * 16, Kind::add(scale[i], v, sums + i * 64, *factor, *total));
-        }
+      for (; count > 0; --count) add_row();
+    }
+    // The next kCount rows, which are there.
+    template <int kCount>
+    LLMC_INLINE void add_some() {
+      rows -= kCount;
+      LLMC_UNROLL
+      for (int r = 0; r < kCount; ++r) add_row();
+    }
+
+    LLMC_INLINE void add_row() {
+      LLMC_UNROLL
+      for (int i = 0; i < P; ++i) {
+        const f32x16 v{_mm512_maskz_loadu_ps(old, from + i * 16)};
+        store(to + i * 16, Kind::add(scale[i], v, sums + i * 64, *factor, *total));
       }
+      ++factor, ++total, sums += P * 64, from += P * 16, to += to_stride;
     }
   };
 
-  // The products of block b, and what `before` adds. Gives the weights of the next.
-  template <int P, bool kTwo>
+  // Chooses how many rows `before` adds between two products of tiles: with all of 32 rows, as many as divide them.
+  template <int P, bool kWide>
+  LLMC_INLINE const std::byte* next_products(const std::byte* x, int count, const std::byte* w, std::int64_t w_stride,
+                                             std::int64_t b, int parity, const Adder<P>& before, Ahead<P>& ahead,
+                                             Outputs& outputs) {
+    if constexpr (kWide && P == 2) {
+      if (count == 32 && before.rows == 32) {
+        switch (tiles(p_.w.block[b])) {
+          case 1:
+            return whole_products<8>(x, w, w_stride, b, parity, before, ahead, outputs);
+          case 2:
+            return whole_products<4>(x, w, w_stride, b, parity, before, ahead, outputs);
+          case 4:
+            return whole_products<2>(x, w, w_stride, b, parity, before, ahead, outputs);
+          case 8:
+            return whole_products<1>(x, w, w_stride, b, parity, before, ahead, outputs);
+          default:
+            break;
+        }
+      }
+    }
+    Outputs none;
+    if (kWide && count > 16) return products<P, kWide, 0>(x, count, w, w_stride, b, parity, before, ahead, none);
+    return products<P, false, 0>(x, count, w, w_stride, b, parity, before, ahead, none);
+  }
+
+  // A function of its own: its loop then needs no memory for what it counts.
+  template <int kSlice>
+  [[gnu::noinline]] const std::byte* whole_products(const std::byte* x, const std::byte* w, std::int64_t w_stride,
+                                                    std::int64_t b, int parity, const Adder<2>& before, Ahead<2>& ahead,
+                                                    Outputs& outputs) {
+    return products<2, true, kSlice>(x, 32, w, w_stride, b, parity, before, ahead, outputs);
+  }
+
+  // The products of block b, and what `before` adds, kSlice rows between two of them or, if it is 0, as many as are
+  // needed. Gives the weights of the next.
+  template <int P, bool kTwo, int kSlice>
   LLMC_INLINE const std::byte* products(const std::byte* x, int count, const std::byte* w, std::int64_t w_stride,
-                                        std::int64_t b, int parity, Adder<P> before, Ahead<P>& ahead) {
+                                        std::int64_t b, int parity, Adder<P> before, Ahead<P>& ahead,
+                                        Outputs& outputs) {
     kTwo ? state_.configure(16, count - 16, tile_rows_) : state_.configure(count, 0, tile_rows_);
     constexpr int kSums = kTwo ? 2 * P : P;
     const std::int64_t stride = p_.x.stride;
@@ -285,6 +355,14 @@ class QuantizedTiles {
     const std::byte* a = x + block.line * column_bytes_;
     const std::int64_t steps = tiles(block), bytes = tile_bytes();
     const int slice = 32 / static_cast<int>(kSums * steps) + 1;
+    const auto add = [&]() {
+      if constexpr (kSlice != 0) {
+        before.template add_some<kSlice>();
+        outputs.fetch(kSlice);
+      } else {
+        before.add(slice);
+      }
+    };
     _tile_zero(0);
     if constexpr (P > 1) _tile_zero(1);
     if constexpr (P > 2 || kTwo) _tile_zero(2);
@@ -294,20 +372,20 @@ class QuantizedTiles {
       if constexpr (kTwo) {
         _tile_loadd(6, w, 64);
         Kind::template multiply<0>();
-        before.add(slice);
+        add();
         _tile_loadd(5, a + 16 * stride, stride);
         Kind::template multiply<2>();
         _tile_zero(6);
-        before.add(slice);
+        add();
         ahead.fetch();
         if constexpr (P > 1) {
           _tile_loadd(7, w + w_stride, 64);
           Kind::template multiply<1>();
           _tile_zero(4);
-          before.add(slice);
+          add();
           Kind::template multiply<3>();
           _tile_zero(7);
-          before.add(slice);
+          add();
           ahead.fetch();
         } else {
           _tile_zero(4);
@@ -317,25 +395,25 @@ class QuantizedTiles {
         _tile_loadd(5, w, 64);
         Kind::template multiply<4>();
         _tile_zero(5);
-        before.add(slice);
+        add();
         ahead.fetch();
         if constexpr (P > 1) {
           _tile_loadd(6, w + w_stride, 64);
           Kind::template multiply<5>();
           _tile_zero(6);
-          before.add(slice);
+          add();
           ahead.fetch();
         }
         if constexpr (P > 2) {
           _tile_loadd(7, w + 2 * w_stride, 64);
           Kind::template multiply<6>();
           _tile_zero(7);
-          before.add(slice);
+          add();
           ahead.fetch();
           _tile_loadd(5, w + 3 * w_stride, 64);
           Kind::template multiply<7>();
           _tile_zero(5);
-          before.add(slice);
+          add();
           ahead.fetch();
         }
         _tile_zero(4);
@@ -348,7 +426,7 @@ class QuantizedTiles {
     if constexpr (kTwo && P > 1) store_tile<3>(reinterpret_cast<float*>(sums + 2048 + 64), 128);
     if constexpr (P > 2) store_tile<2>(reinterpret_cast<float*>(sums + 128), P * 64);
     if constexpr (P > 2) store_tile<3>(reinterpret_cast<float*>(sums + 192), P * 64);
-    before.add(32);
+    if constexpr (kSlice == 0) before.add(32);
     return w;
   }
 
