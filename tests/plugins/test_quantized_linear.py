@@ -85,6 +85,21 @@ def test_many_long_rows_have_the_bits_of_each(format: str) -> None:
     np.testing.assert_array_equal(run(x, weight, **given)[some], run(x[some], weight, "scalar", **given))
 
 
+@pytest.mark.parametrize(("format", "zeros"), [("int8", ""), ("int4", ""), ("int4", "uint8")])
+@pytest.mark.parametrize("group", [64, 128, 256, 512])
+def test_whole_tiles_of_rows_have_the_bits_of_each(format: str, zeros: str, group: int) -> None:
+    """Without a bias, results of more than half a megabyte: whole tiles go from their sums straight to memory."""
+    rng = np.random.default_rng(group)
+    x, some = rng.standard_normal((520, 2 * group + 64), np.float32), [0, 31, 32, 255, 511, 512, 519]
+    given = attributes(format, group, group)
+    for outputs in (288, 40):
+        weight = random_weight(rng, outputs, x.shape[1], format, group, zeros)
+        whole = run(x, weight, **given)
+        np.testing.assert_array_equal(whole[some], run(x[some], weight, "scalar", **given))
+        np.testing.assert_array_equal(whole[480:], run(x[480:], weight, **given))
+        np.testing.assert_array_equal(whole, run(x, weight, threads=2, **given))
+
+
 @EACH_ISA
 @pytest.mark.parametrize(
     ("format", "compute"),
