@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,10 @@ from llmc.compiler import weights
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.quantize.folding import Factors
 from llmc.compiler.quantize.sites import Site, unrounded
-from llmc.compiler.weights import Concat, Sized, Transpose, WeightSource
+from llmc.compiler.safetensors_file import FileTensor
+from llmc.compiler.weights import Array, Cast, Concat, Sized, Transpose, WeightSource
 from llmc.errors import CheckpointError
-from llmc.runtime.adapter_file import AdapterFile, LowRank
+from llmc.runtime.adapter_file import AdapterFile, LowRank, ParameterPair
 from llmc.runtime.lora import Linear, LinearRows, Linears
 
 
@@ -47,28 +49,139 @@ class Merged(Sized):
         return values
 
 
+@dataclass(frozen=True, eq=False)
+class MergedStack(Sized):
+    """Weights [E, N, K] (or [E, K, N] if ``transposed``) with what an adapter adds to each, in float32."""
+
+    source: WeightSource
+    added: ParameterPair
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the source."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        """Wide enough for the sum."""
+        return "float32"
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Whole experts."""
+        values = self.source.rows(start, stop).astype(np.float32)
+        a = self.added.a.reshape(self.shape[0], -1, self.added.a.shape[1])  # [E, rank, K]
+        b = self.added.b.reshape(self.added.b.shape[0], -1, self.shape[0])  # [N, rank, E]
+        for e, value in enumerate(values, start):
+            for j in range(a.shape[1]):
+                column, row = (a[e, j], b[:, j, e]) if self.transposed else (b[:, j, e], a[e, j])
+                value += column[:, None] * row
+        return values
+
+
 def merge(checkpoint: Checkpoint, adapter: AdapterFile) -> Checkpoint:
     """The checkpoint of the adapted model.
 
     Raises:
         CheckpointError: the adapter is made for another model, or changes a weight that is used twice.
     """
-    uses = Counter(weights.identity(checkpoint.weight(name)) for name in checkpoint.names)
-    merged = {}
-    for module, added in adapter.modules.items():
-        name = f"{module}.weight"
-        if name not in checkpoint.names:
-            raise CheckpointError(f"{adapter.path}: the model has no linear {module!r}; is the adapter made for it?")
-        source = checkpoint.weight(name)
-        sizes = (added.b.shape[0], added.a.shape[1])
-        if tuple(source.shape) != (sizes[::-1] if adapter.transposed else sizes):
-            raise CheckpointError(
-                f"{adapter.path}: {module} adapts a weight {list(sizes)}, but that of the model is {list(source.shape)}"
+    merged = _Merge(checkpoint, adapter)
+    for name, values in adapter.replaced.items():
+        source = merged.weight(name, "parameter")
+        if tuple(source.shape) != values.shape:
+            merged.refuse(f"has {name} {list(values.shape)}, but that of the model is {list(source.shape)}")
+        merged.weights[name] = Array(values)
+    of_linears = [(module, added, adapter.transposed) for module, added in adapter.modules.items()]
+    of_experts = [entry for entry in of_linears if f"{entry[0]}.weight" not in checkpoint.names]
+    merged.stored({f"{module}.weight": added for module, added, _ in of_experts})
+    of_embeddings = [(module, added, True) for module, added in adapter.embeddings.items()]
+    for module, added, transposed in [*of_linears, *of_embeddings]:
+        if f"{module}.weight" in checkpoint.names:
+            merged.linear(module, added, transposed)
+    for pair in adapter.parameters:
+        merged.stack(pair)
+    return replace(checkpoint, _weights={**checkpoint._weights, **merged.weights})
+
+
+class _Merge:
+    """``weights``: those that change, by name."""
+
+    def __init__(self, checkpoint: Checkpoint, adapter: AdapterFile) -> None:
+        self.checkpoint, self.path = checkpoint, adapter.path
+        self.weights: dict[str, WeightSource] = {}
+        self._uses = Counter(weights.identity(checkpoint.weight(name)) for name in checkpoint.names)
+
+    def refuse(self, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {problem}")
+
+    def weight(self, name: str, what: str) -> WeightSource:
+        """A weight of the model that may change, as it is by now."""
+        if name not in self.checkpoint.names:
+            self.refuse(f"the model has no {what} {name.removesuffix('.weight')!r}; is the adapter made for it?")
+        source = self.checkpoint.weight(name)
+        if self._uses[weights.identity(source)] > 1:
+            self.refuse(f"{name} is tied to another weight, which must not change with it")
+        return self.weights.get(name, source)
+
+    def linear(self, module: str, added: LowRank, transposed: bool) -> None:
+        source = self.weight(f"{module}.weight", "linear")
+        self.weights[f"{module}.weight"] = self._merged(module, source, added, transposed)
+
+    def stack(self, pair: ParameterPair) -> None:
+        """Merge into the one parameter that it fits, in the one way."""
+        names = [n for n in (f"{pair.module}.{p}" for p in pair.parameters) if n in self.checkpoint.names]
+        rows, sizes = pair.a.shape[0], (pair.b.shape[0], pair.a.shape[1])
+        fits = []
+        for name in names:
+            *experts, height, width = self.checkpoint.weight(name).shape
+            if len(experts) < 2 and rows % math.prod(experts) == 0:
+                fits += [(name, False)] if (height, width) == sizes else []
+                fits += [(name, True)] if (width, height) == sizes and experts else []
+        if len(fits) != 1:
+            shapes = ", ".join(f"{name} {list(self.checkpoint.weight(name).shape)}" for name in names) or "none"
+            self.refuse(
+                f"{pair.module}: lora_A {list(pair.a.shape)} and lora_B {list(pair.b.shape)} must fit one of the "
+                f"parameters {'/'.join(pair.parameters)} in one way; the model has {shapes}"
             )
-        if uses[weights.identity(source)] > 1:
-            raise CheckpointError(f"{adapter.path}: {name} is tied to another weight, which must not change with it")
-        merged[name] = Merged(source, added, adapter.transposed)
-    return replace(checkpoint, _weights={**checkpoint._weights, **merged})
+        ((name, transposed),) = fits
+        if name in self.weights:
+            self.refuse(f"{name} is adapted twice")
+        source = self.weight(name, "parameter")
+        alone = len(source.shape) == 2
+        added = LowRank(pair.a, pair.b)
+        self.weights[name] = Merged(source, added, False) if alone else MergedStack(source, pair, transposed)
+
+    def stored(self, added: Mapping[str, LowRank]) -> None:
+        """Merge into tensors of the files that parameters are made of, such as the linears of single experts."""
+        found: set[str] = set()
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(map(changed, value))
+            if isinstance(value, FileTensor):
+                if value.name not in added:
+                    return Cast(value, "float32")
+                found.add(value.name)
+                return self._merged(value.name.removesuffix(".weight"), value, added[value.name], False)
+            if is_dataclass(value) and not isinstance(value, type) and isinstance(value, WeightSource):
+                return replace(value, **{f.name: changed(getattr(value, f.name)) for f in fields(value)})
+            return value
+
+        for name in self.checkpoint.names if added else ():
+            before = len(found)
+            source = changed(self.checkpoint.weight(name))
+            if len(found) > before:
+                self.weight(name, "parameter")
+                self.weights[name] = source
+        for name in added:
+            if name not in found:
+                self.weight(name, "linear")
+
+    def _merged(self, module: str, source: WeightSource, added: LowRank, transposed: bool) -> Merged:
+        sizes = (added.b.shape[0], added.a.shape[1])
+        if tuple(source.shape) != (sizes[::-1] if transposed else sizes):
+            self.refuse(f"{module} adapts a weight {list(sizes)}, but that of the model is {list(source.shape)}")
+        return Merged(source, added, transposed)
 
 
 def linears_of(

@@ -31,12 +31,20 @@ MEANINGLESS = frozenset(
         *("auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "lora_dropout"),
         *("init_lora_weights", "layers_pattern", "layers_to_transform", "target_modules", "exclude_modules", "r"),
         *("loftq_config", "eva_config", "corda_config", "megatron_config", "megatron_core", "peft_version"),
-        *("qalora_group_size", "ensure_weight_tying", "lora_ga_config"),
+        *("qalora_group_size", "ensure_weight_tying", "lora_ga_config", "modules_to_save"),
     )
 )
 """Keys that matter for training or loading only: the tensors say what is adapted, and by what rank."""
 
-KNOWN = frozenset(("peft_type", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"))
+KNOWN = frozenset(
+    (
+        *("peft_type", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
+        "target_parameters",
+    )
+)
+
+PART = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<half>[AB])(?:\.default)?(?:(?(kind)|\.weight))")
+"""The name of one of two matrices: of an embedding they are parameters, otherwise modules with a weight."""
 
 OTHER_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Initialisations that change the weights of the base model."""
@@ -53,14 +61,41 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class ParameterPair:
+    """What is added to one of the ``parameters`` (their names in ``module``), whichever it fits.
+
+    ``a`` [experts * rank, K] has the ranks of an expert one below the other; ``b`` [N, rank * experts], the scale in
+    it, has the experts of a rank side by side.
+    """
+
+    module: str
+    parameters: tuple[str, ...]
+    a: Floats
+    b: Floats
+
+
+@dataclass(frozen=True)
 class AdapterFile:
-    """An adapter. ``modules``: by the path of the linear in the model. ``files``: the checksum and size of each."""
+    """An adapter. ``modules``: by the path of the linear in the model. ``files``: the checksum and size of each.
+
+    The rest can only be merged. ``embeddings``: as ``modules``, but a row of the weight is a token. ``parameters``: of
+    no linear. ``replaced``: weights that were trained whole, by the name of the parameter.
+    """
 
     path: Path
     modules: Mapping[str, LowRank]
+    embeddings: Mapping[str, LowRank]
+    parameters: tuple[ParameterPair, ...]
+    replaced: Mapping[str, Floats]
     transposed: bool
     """Whether the adapted weights are stored as [K, N]."""
     files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def merged_only(self) -> list[str]:
+        """What can't be adapted beside an engine."""
+        pairs = (f"{pair.module}.{'/'.join(pair.parameters)}" for pair in self.parameters)
+        return [*self.embeddings, *pairs, *self.replaced]
 
     @property
     def digest(self) -> str:
@@ -81,9 +116,9 @@ def read_adapter(path: Path | str) -> AdapterFile:
         raise CheckpointError(f"{path / CONFIG}: expected an object")
     _check_config(config, str(path / CONFIG))
     tensors, weights_entry = _read_tensors(path / WEIGHTS)
-    modules = _pairs(tensors, config, str(path / WEIGHTS))
+    content = _content(tensors, config, str(path / WEIGHTS))
     entry = {"sha256": hashlib.sha256(config_bytes).hexdigest(), "size": len(config_bytes)}
-    return AdapterFile(path, modules, bool(config.get("fan_in_fan_out")), {CONFIG: entry, WEIGHTS: weights_entry})
+    return AdapterFile(path, *content, bool(config.get("fan_in_fan_out")), {CONFIG: entry, WEIGHTS: weights_entry})
 
 
 def _read(path: Path, limit: int) -> bytes:
@@ -109,11 +144,9 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
         )
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{where}: bias {config['bias']!r} is not supported: biases of the model must stay")
-    if config.get("target_parameters"):
-        raise CheckpointError(
-            f"{where}: target_parameters {config['target_parameters']!r:.200}: parameters that are no linears, such as "
-            "those of stacked experts, can't be adapted beside an engine or merged; merge them with PEFT and build that"
-        )
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(t, str) and "." in t for t in targets):
+        raise CheckpointError(f"{where}: target_parameters must be a list of names such as experts.down_proj")
     for key, value in config.items():
         if key not in MEANINGLESS and key not in KNOWN and value not in (None, False, [], {}, ""):
             raise CheckpointError(f"{where}: {key} {value!r:.80} is not supported")
@@ -123,6 +156,10 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
     alphas = [config.get("lora_alpha"), *patterns.values()]
     if not all(isinstance(a, int | float) and not isinstance(a, bool) and abs(a) < 1e9 for a in alphas):
         raise CheckpointError(f"{where}: lora_alpha and alpha_pattern must be numbers")
+    if targets and not (
+        type(config.get("r")) is int and 1 <= config["r"] <= MAX_RANK and not config.get("rank_pattern")
+    ):
+        raise CheckpointError(f"{where}: target_parameters need one rank r, from 1 to {MAX_RANK}, and no rank_pattern")
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, Floats], dict[str, Any]]:
@@ -150,38 +187,63 @@ def _floats(content: bytes, tensor: TensorInfo, where: str) -> Floats:
     return values.reshape(tensor.shape)
 
 
-def _pairs(tensors: Mapping[str, Floats], config: Mapping[str, Any], where: str) -> dict[str, LowRank]:
-    halves: dict[str, dict[str, Floats]] = {}
+Content = tuple[dict[str, LowRank], dict[str, LowRank], tuple[ParameterPair, ...], dict[str, Floats]]
+
+
+def _content(tensors: Mapping[str, Floats], config: Mapping[str, Any], where: str) -> Content:
+    """What there is for linears, embeddings and other parameters, and what is replaced."""
+    halves: dict[tuple[str, str], dict[str, Floats]] = {}
+    replaced: dict[str, Floats] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.+)\.lora_([AB])(?:\.default)?\.weight", name)
-        if (embedding := re.fullmatch(r"(.+)\.lora_embedding_[AB](?:\.default)?", name)) is not None:
+        path = name.removeprefix(PREFIX)
+        if (match := PART.fullmatch(path)) is not None:
+            halves.setdefault((match["kind"] or "", match["module"]), {})[match["half"]] = tensor
+        elif "lora_" not in path and path.endswith((".weight", ".bias")):
+            replaced[path.replace(".base_layer.", ".")] = tensor
+        else:
             raise CheckpointError(
-                f"{where}: {embedding[1].removeprefix(PREFIX)} is an embedding; only linears can be adapted. Train "
-                "without it in target_modules"
+                f"{where}: tensor {name!r} is not supported; expected lora_A and lora_B, lora_embedding_A and "
+                "lora_embedding_B, or the weight of a module that was trained whole"
             )
-        if match is None:
-            raise CheckpointError(
-                f"{where}: tensor {name!r} is not supported; expected lora_A and lora_B of linears (PEFT saves no "
-                "others with save_embedding_layers=False)"
-            )
-        halves.setdefault(match[1].removeprefix(PREFIX), {})[match[2]] = tensor
-    if not halves:
+    if not halves and not replaced:
         raise CheckpointError(f"{where}: the adapter is empty")
-    modules = {}
-    for module, pair in sorted(halves.items()):
-        if set(pair) != {"A", "B"}:
-            raise CheckpointError(f"{where}: {module} has lora_{min(pair)} only")
-        a, b = pair["A"], pair["B"]
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not 1 <= a.shape[0] <= MAX_RANK:
-            raise CheckpointError(
-                f"{where}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected [rank, K] and "
-                f"[N, rank], rank at most {MAX_RANK}"
-            )
-        alpha = _pattern_value(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
-        rank = a.shape[0]
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        modules[module] = LowRank(a, b * np.float32(scale))
-    return modules
+    modules: dict[str, LowRank] = {}
+    embeddings: dict[str, LowRank] = {}
+    parameters: list[ParameterPair] = []
+    for (kind, path), pair in sorted(halves.items()):
+        module = path.replace(".base_layer", "")
+        targets = _parameters_of(module, config)
+        low = _pair(path, pair, config, where, None if not targets else int(config["r"]))
+        if kind:
+            embeddings[module] = low
+        elif targets:
+            parameters.append(ParameterPair(module, targets, low.a, low.b))
+        else:
+            modules[module] = low
+    return modules, embeddings, tuple(parameters), replaced
+
+
+def _pair(module: str, pair: Mapping[str, Floats], config: Mapping[str, Any], where: str, rank: int | None) -> LowRank:
+    """Both halves, the scale in one of them. ``rank``: if it is not that of the halves, which hold several experts."""
+    if set(pair) != {"A", "B"}:
+        raise CheckpointError(f"{where}: {module} has lora_{min(pair)} only")
+    a, b = pair["A"], pair["B"]
+    rows = a.shape[0] if a.ndim == 2 else 0
+    if b.ndim != 2 or rows != b.shape[1] or not rows or rows % (rank or 1) or (rank is None and rows > MAX_RANK):
+        raise CheckpointError(
+            f"{where}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; expected [rank, K] and "
+            f"[N, rank], rank at most {MAX_RANK}" + (f", for each expert {rank}" if rank else "")
+        )
+    alpha = _pattern_value(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    rank = rank or rows
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRank(a, b * np.float32(scale))
+
+
+def _parameters_of(module: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names in the module that target_parameters has."""
+    targets = (str(target).rpartition(".") for target in config.get("target_parameters") or ())
+    return tuple(sorted({name for parent, _, name in targets if f".{module}".endswith(f".{parent}")}))
 
 
 def _pattern_value(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:

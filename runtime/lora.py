@@ -69,6 +69,12 @@ def with_adapters(engine: Engine, adapters: Mapping[str, AdapterFile]) -> Engine
         EngineError: the engine does not say what its weights are made of; it was built by an older version.
         UsageError: an adapter is not made for this model.
     """
+    for name, adapter in adapters.items():
+        if only := adapter.merged_only:
+            raise UsageError(
+                f"lora {name}: {only[0]}: only linears can be adapted beside an engine; this adapter can be merged "
+                f"into one: llmc build MODEL --lora {adapter.path}"
+            )
     linears, where = read_linears(engine), str(engine.path / NAME)
     made = _Adapted(engine, list(adapters.values()), {}, [])
     found: set[str] = set()

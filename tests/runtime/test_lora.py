@@ -146,11 +146,12 @@ def test_merged_at_build(folder: Path, tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"use_dora": True}, "use_dora True is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"new_trick": 3}, "new_trick 3 is not supported"),
-        ({"target_parameters": ["experts.down_proj"]}, r"target_parameters \['experts.down_proj'\]: .* experts"),
+        ({"target_parameters": "experts"}, "must be a list of names such as experts.down_proj"),
+        ({"target_parameters": ["experts.down_proj"], "rank_pattern": {"x": 2}}, "one rank r, .* and no rank_pattern"),
+        ({"trainable_token_indices": [3]}, r"trainable_token_indices \[3\] is not supported"),
         ({"lora_alpha": None}, "must be numbers"),
         ({"alpha_pattern": {"(a+)+$": 3}}, "not the name of a module"),
     ],
@@ -169,8 +170,12 @@ def test_what_is_no_linear_is_named(folder: Path, tmp_path: Path) -> None:
     """An embedding; and a linear of an expert, as older versions of transformers had them."""
     model = get_peft_model(base(folder), LoraConfig(r=2, target_modules=["embed_tokens"]))
     model.save_pretrained(tmp_path, save_embedding_layers=False)
-    with pytest.raises(CheckpointError, match=r"model.embed_tokens is an embedding; only linears"):
-        read_adapter(tmp_path)
+    with pytest.raises(UsageError, match=r"lora x: model.embed_tokens: only linears .* llmc build MODEL --lora"):
+        LLM(folder / "engine", lora={"x": tmp_path})
+    model = get_peft_model(base(folder), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"lora x: lm_head.weight: only linears"):
+        LLM(folder / "engine", lora={"x": tmp_path})
     zeros = {
         f"{ADAPTED}.lora_{half}.weight": np.zeros(shape, np.float32)
         for half, shape in (("A", (2, 60)), ("B", (172, 2)))
