@@ -1,16 +1,13 @@
 """The device chooses tokens: those that the host would choose, and nothing else comes back."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 from driver import counts, fake_gpu
 from emulated import CONFIG, Built, EmulatedDevice
 
 from llmc import LLM, SamplingParams
 from llmc.compiler.cuda.build import kernels_of
-from llmc.runtime import devices
 from llmc.runtime.batch import Chosen
 from llmc.runtime.chunk import Chunk
 from llmc.runtime.device_draws import draws_of
@@ -29,19 +26,6 @@ DEVICE: tuple[dict[str, Any], ...] = (
     {"temperature": 0, "min_tokens": 4, "logit_bias": {2: 50.0}},
 )
 HOST: tuple[dict[str, Any], ...] = ({"temperature": 0, "logprobs": 2}, {"seed": 6, "prompt_logprobs": 1})
-
-
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EmulatedDevice]]:
-    """The devices that were opened."""
-    opened: list[EmulatedDevice] = []
-
-    def open_one() -> EmulatedDevice:
-        opened.append(EmulatedDevice())
-        return opened[-1]
-
-    monkeypatch.setattr(devices, "open_cuda", open_one)
-    yield opened
 
 
 def prompts(count: int) -> list[list[int]]:
