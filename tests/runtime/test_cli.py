@@ -97,11 +97,12 @@ def test_options_reach_the_engine(run: Any) -> None:
     run("-p", "hello")
     assert run.seen[-1]["prefix_cache"] is True
     options = ("--threads", "2", "--kv-memory", "1GiB", "--max-sequences", "3", "--no-prefix-cache", "--spec", "ngram")
-    run("-p", "hello", *options, "--parse-special-in-messages", "--lora", "a=b")
+    run("-p", "hello", *options, "--parse-special-in-messages", "--lora", "a=b", "--gpu-memory", "90%")
     assert run.seen[-1] == {
         "threads": 2,
         "kv_memory": "1GiB",
         "num_blocks": None,
+        "gpu_memory": "90%",
         "max_sequences": 3,
         "max_batch_tokens": None,
         "isa": None,
