@@ -137,7 +137,8 @@ def build_engine(
         with facts.InputHashes(checkpoint) as inputs:  # reads the files while Python traces
             compiled = compile_model(checkpoint, config, progress)
             heads = open_heads(config, compiled.steps, compiled.target.name)
-            check_disk(compiled.estimate, staging.path, work_path(Path(engine)))
+            more = 0 if heads is None else heads.heads.nbytes(compiled.dtype)
+            check_disk(compiled.estimate, staging.path, work_path(Path(engine)), more)
             progress.step("hashing the model")
             hashes = inputs.result() | facts.added_files(config, heads, compiled.eagle)
         if config.locked is not None:

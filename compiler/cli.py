@@ -99,8 +99,7 @@ def build(
             if quality is not None:
                 quality.read()  # refuses what the build would refuse
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
-            open_heads(config, compiled.steps, compiled.target.name)  # the same
-            result = planned(compiled)
+            result = planned(compiled, open_heads(config, compiled.steps, compiled.target.name))  # refuses the same
         else:
             try:
                 result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))

@@ -51,20 +51,21 @@ def estimate(lowered: LoweredModel, limits: Limits, kv_cache: KvCacheSpec, room:
     )
 
 
-def check_disk(sizes: Estimate, folder: Path, work: Path) -> None:
+def check_disk(sizes: Estimate, folder: Path, work: Path, more: int = 0) -> None:
     """Refuse before anything is written.
 
     Args:
         sizes: what is needed.
         folder: where the engine is made.
         work: the folder of the quantization; what an earlier build left there is not needed again.
+        more: bytes of the engine that ``sizes`` does not know of.
 
     Raises:
         ResourceError: the disk has not enough room.
     """
     free = shutil.disk_usage(folder).free
     there = sum(file.stat().st_size for file in work.rglob("*") if file.is_file()) if work.is_dir() else 0
-    needed = sizes.disk_bytes + max(0, sizes.work_bytes - there)
+    needed = sizes.disk_bytes + more + max(0, sizes.work_bytes - there)
     if free < needed:
         quantizing = f", {sizes.work_bytes} of them while it is quantized" if sizes.work_bytes else ""
         raise ResourceError(

@@ -10,6 +10,7 @@ from llmc.compiler.progress import format_bytes
 
 if TYPE_CHECKING:
     from llmc.compiler.api import BuildResult, Compiled
+    from llmc.compiler.medusa.build import HeadsToBuild
 
 LABELS = {
     "architecture": "architecture",
@@ -23,6 +24,7 @@ LABELS = {
     "medusa": "Medusa heads",
     "medusa_expected": "expected of the heads",
     "eagle": "EAGLE layer",
+    "heads_bytes": "weights of what drafts",
     "target": "target",
     "limits": "limits",
     "weight_bytes": "weights on disk and in memory",
@@ -58,11 +60,12 @@ LABELS = {
 """Key of a result: what people read. In this order; keys that are not here are for machines."""
 
 
-def planned(compiled: Compiled) -> dict[str, Any]:
+def planned(compiled: Compiled, heads: HeadsToBuild | None = None) -> dict[str, Any]:
     """What a dry run tells."""
     from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
+    more = 0 if heads is None else heads.heads.nbytes(compiled.dtype)
     return {
         "architecture": compiled.checkpoint.config.architectures[0],
         "parameters": compiled.checkpoint.parameters,
@@ -73,7 +76,8 @@ def planned(compiled: Compiled) -> dict[str, Any]:
         "limits": asdict(compiled.limits),
         "steps": len(compiled.lowered.plan.steps),
         **asdict(compiled.estimate),
-        "disk_bytes": compiled.estimate.disk_bytes + compiled.estimate.work_bytes,
+        "heads_bytes": more or None,
+        "disk_bytes": compiled.estimate.disk_bytes + compiled.estimate.work_bytes + more,
         "device_memory": None if compiled.cuda is None else device_memory(compiled),
     }
 
@@ -93,6 +97,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         "medusa": result.report.get("medusa", {}).get("shown"),
         "medusa_expected": result.report.get("medusa", {}).get("expected"),
         "eagle": result.report.get("eagle", {}).get("shown"),
+        "heads_bytes": sum(result.report.get(name, {}).get("own_bytes", 0) for name in ("medusa", "eagle")) or None,
         "limits": asdict(result.limits),
         "engine_bytes": result.engine_bytes,
         "digest": f"sha256:{result.digest}",

@@ -11,6 +11,7 @@ i + 1 tokens after the one that the model itself predicts from the same x.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from llmc.compiler.safetensors_file import FileTensor, SafetensorsFile
 from llmc.compiler.staging import Staging
 from llmc.compiler.weights import WeightSource
 from llmc.errors import CheckpointError
+from llmc.plugins.linear import packing
 from llmc.runtime import strict
 
 CONFIG = "config.json"
@@ -67,6 +69,13 @@ class Heads:
     def is_tied(self) -> bool:
         """Whether they share the output layer of the model."""
         return self.heads[0].output is None
+
+    def nbytes(self, dtype: str) -> int:
+        """Of all weights, if they are not quantized but stored so."""
+        blocks = [block for head in self.heads for block in head.blocks]
+        matrices = [block.weight for block in blocks] + [head.output for head in self.heads if head.output is not None]
+        numbers = sum(math.prod(packing.packed_shape(matrix.shape[0], matrix.shape[1], dtype)) for matrix in matrices)
+        return np.dtype(dtype).itemsize * numbers + 4 * sum(block.bias.shape[0] for block in blocks)
 
 
 def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool = False) -> Heads:

@@ -88,6 +88,7 @@ def render(
         figure_rows=_figures(figures),
         perplexities=_perplexity_plot(figures),
         gate=report.get("gate"),
+        drafts=_drafts(report),
         notes=_notes(report),
         recipe=_flat(contents.recipe.get("options", {})) + _flat(contents.recipe.get("versions", {})),
     )
@@ -125,6 +126,25 @@ def _memory(sizes: Mapping[str, Any]) -> list[tuple[str, str]]:
         "kv_bytes_per_sequence": "KV cache of a full sequence",
     }
     return [(label, format_bytes(sizes[key])) for key, label in labels.items()]
+
+
+def _drafts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the engine can draft with, besides itself."""
+    rows = []
+    if medusa := report.get("medusa"):
+        rows.append(("Medusa heads", medusa["shown"]))
+        rows.append(("weights of the heads", format_bytes(medusa["own_bytes"])))
+        rows.append(("read for a draft", format_bytes(medusa["read_bytes"])))
+        if expected := medusa.get("expected"):
+            measured = f"measured at {expected['places']:,} places"
+            rows.append(("expected", f"{expected['tokens_per_step']:.2f} tokens a step; {measured}"))
+            rows.append(("expected speed", f"{expected['speedup']:.2f} times that without drafts"))
+        for number, head in enumerate(medusa["tree"].get("accuracy", ()), 1):
+            rows.append((f"head {number} right", f"{head[0]:.1%}; among five: {sum(head[:5]):.1%}"))
+    if eagle := report.get("eagle"):
+        rows.append(("EAGLE layer", eagle["shown"]))
+        rows.append(("weights of the layer", format_bytes(eagle["own_bytes"])))
+    return rows
 
 
 def _memory_plot(sizes: Mapping[str, Any]) -> Plot | None:

@@ -13,11 +13,13 @@ from checkpoints import safetensors_bytes
 from engines import build, small_llama
 from numpy.typing import NDArray
 
-from llmc.compiler.api import build_engine
+from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
+from llmc.compiler.medusa.build import open_heads
 from llmc.compiler.medusa.output_layer import output_layer
 from llmc.compiler.progress import Progress
+from llmc.compiler.summary import built, planned
 from llmc.errors import CheckpointError, CompileError, EngineError, UsageError
 from llmc.runtime.engine import load_engine
 from llmc.runtime.speculative.medusa import HeadRunner
@@ -118,6 +120,15 @@ def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> 
     assert gains_nothing, "heads of random numbers"
     assert section["tree"] == json.loads((tmp_path / "first/medusa/tree.json").read_text())
     assert len(section["tree"]["accuracy"]) == HEADS
+    page = (tmp_path / "first/report.html").read_text()
+    assert f"{section['expected']['tokens_per_step']:.2f} tokens a step; measured at" in page
+    assert all(f"head {number} right" in page for number in range(1, HEADS + 1))
+    assert built(first)["heads_bytes"] == first.report["medusa"]["own_bytes"]
+    checkpoint = open_checkpoint(model, config, progress)
+    compiled = compile_model(checkpoint, config, progress)
+    plan = planned(compiled, open_heads(config, compiled.steps, "cpu"))
+    assert plan["heads_bytes"] == first.report["medusa"]["own_bytes"]
+    assert plan["disk_bytes"] == compiled.estimate.disk_bytes + plan["heads_bytes"]
     shown = describe(load_engine(tmp_path / "first"))
     assert shown["medusa"].endswith("3 heads") and shown["medusa_expected"]["tokens_per_step"] > 1
     locked = BuildConfig(medusa=tmp_path / "heads", locked=tmp_path / "first/recipe.json", max_seq_len=96)

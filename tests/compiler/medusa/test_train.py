@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from click.testing import CliRunner
 from script_models import T0, next_tokens, write_script_model
 
 from llmc.__main__ import cli
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
 from llmc.compiler.medusa import train as training
 from llmc.compiler.medusa.collect import Features, make_prompts, read_pieces
 from llmc.compiler.medusa.distill import train_medusa
@@ -96,6 +101,72 @@ def test_the_same_again_after_a_kill(
     for name in ("config.json", "medusa_lm_head.safetensors"):
         assert (tmp_path / "heads" / name).read_bytes() == (trained[0] / name).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+KILLED = """
+import os, signal, sys
+from llmc.compiler.medusa import train
+from llmc.compiler.progress import Progress
+
+train.SAVE_SECONDS = 0.0
+name, left = sys.argv[1], int(sys.argv[2])
+
+def advance(self, count):
+    global left
+    left -= self._name == name
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Progress.advance = advance
+"""
+
+
+def test_a_killed_process_is_gone_on_with(
+    model: Path, prompts: Path, trained: tuple[Path, Any, Path], tmp_path: Path
+) -> None:
+    code = f"""{KILLED}
+from pathlib import Path
+from llmc.compiler.medusa.distill import train_medusa
+from llmc.compiler.medusa.settings import HeadTraining
+
+settings = HeadTraining(**{SETTINGS!r}, prompts=Path({str(prompts)!r}), learning_rate=0.01)
+train_medusa({str(model)!r}, {str(tmp_path / "heads")!r}, settings, threads=1)
+"""
+    dead = subprocess.run([sys.executable, "-c", code, "training heads", "7"], capture_output=True, timeout=600)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    assert not (tmp_path / "heads").exists()
+    assert (tmp_path / ".heads.llmc-train/engine/engine.json").exists()
+    settings = HeadTraining(**SETTINGS, prompts=prompts, learning_rate=0.01)
+    result = train_medusa(model, tmp_path / "heads", settings, threads=1)
+    assert (result.loss, result.accuracy) == (trained[1].loss, trained[1].accuracy)
+    name = "medusa_lm_head.safetensors"
+    assert (tmp_path / "heads" / name).read_bytes() == (trained[0] / name).read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+
+
+def test_a_killed_build_leaves_nothing_in_the_way(model: Path, trained: tuple[Path, Any, Path], tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"tokens": [i + 9] * 40}) + "\n" for i in range(4)))
+    options: dict[str, Any] = {
+        "calib": str(tmp_path / "text.jsonl"),
+        "calib_samples": 4,
+        "calib_length": 40,
+        "max_seq_len": 96,
+    }
+    code = f"""{KILLED}
+from pathlib import Path
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+
+config = BuildConfig(medusa=Path({str(trained[0])!r}), **{options!r})
+build_engine({str(model)!r}, {str(tmp_path / "engine")!r}, config, progress=Progress())
+"""
+    dead = subprocess.run([sys.executable, "-c", code, "measuring Medusa heads", "2"], capture_output=True, timeout=600)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
+    assert not (tmp_path / "engine").exists()
+    config = BuildConfig(medusa=trained[0], **options)
+    again = build_engine(model, tmp_path / "engine", config)
+    assert again.digest == build_engine(model, tmp_path / "other", config).digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine", "other", "text.jsonl"]
 
 
 def test_other_heads_from_the_same_texts(
