@@ -66,7 +66,10 @@ RESOURCES = (
 
 SPECULATION = (
     click.option(
-        "--spec", default="off", show_default=True, help="Draft tokens for the engine to verify: ngram, ... Same text."
+        "--spec",
+        default="off",
+        show_default=True,
+        help="Draft tokens for the engine to verify: ngram, draft=DIR, medusa, eagle. Same text.",
     ),
     click.option("--spec-tokens", type=click.IntRange(1), help="Drafts of a step at most. [default: the drafter's]"),
     click.option(
