@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.config import BLOCK_SIZE
-from llmc.compiler.facts import weights
 from llmc.runtime.devices.cuda import memory
 from llmc.runtime.devices.cuda.memory import MemoryPlan
 from llmc.runtime.devices.cuda.program import aligned
@@ -39,6 +38,8 @@ def device_memory(compiled: Compiled) -> dict[str, Any]:
 
 def device_facts(compiled: Compiled, model: CudaModel) -> dict[str, Any]:
     """What the report of an engine says of the device."""
+    from llmc.compiler.facts import weights  # with torch, which `llmc inspect` does not load
+
     return {
         "weights": weights(model.lowered),
         "kernels": {arch: sorted(found) for arch, found in model.kernels.items()},
