@@ -323,6 +323,8 @@ def _answer(llm: LLM, prompt: Any, params: SamplingParams, adapter: str | None, 
         speculator = llm.scheduler.speculator
         drafts = "" if speculator is None else f"; {speculator.acceptance.line()}"
         click.echo(f"{generated} tokens, first after {first - start:.3f} s, then {rate:.1f} tokens/s{drafts}", err=True)
+        if (memory := getattr(llm.executor, "memory", None)) is not None:
+            click.echo(f"takes {memory}", err=True)
     if error is not None:
         raise LlmcError(error)
     return 0

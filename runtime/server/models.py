@@ -178,6 +178,8 @@ class Models:
             old, events = model.engine, asyncio.get_running_loop()
             model.engine = EngineLoop(llm, events, self.settings.max_queue, self._failed)
             log.info("%s: loaded %s", model.name, model.path)
+            if (memory := getattr(llm.executor, "memory", None)) is not None:
+                log.info("%s: takes %s", model.name, memory)
             if old is not None:
                 model.engine.pause(old.paused)
                 task = asyncio.create_task(_retire(old))

@@ -4,7 +4,6 @@ import gc
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from driver import counts, fake_gpu, held
@@ -139,6 +138,6 @@ def test_tokens_of_a_cache(built: Built) -> None:
     plan = memory.plan_of(built.engine, "sm_90")
     assert plan.tokens_on(plan.fixed + 3 * plan.block) == 48
     assert plan.tokens_on(0) == 0
-    sizes = [kv for _, kv in [(0, built.engine.kv_bytes_per_token)]]
-    assert plan.block // plan.block_size >= sizes[0]
-    assert np.all([value >= 0 for value in plan.to_json().values()])
+    assert plan.block // plan.block_size >= built.engine.kv_bytes_per_token
+    assert min(plan.to_json().values()) >= 0
+    assert "MiB of device memory (weights 0.2, KV cache 0.0, activations 0.1, inputs " in str(plan)
