@@ -27,6 +27,7 @@ MOST_SCRATCH = 256 << 20
 
 MOST_DIMS = 256
 _UNITS = ((0, 256), (4096, 1024))  # from a position on, so many each
+_LEAST_SHARED = 99 << 10  # bytes that a block may have on every device
 _BLOCKS = 1024  # that share the units of a batch, for each kv head
 
 
@@ -240,11 +241,16 @@ def _tile_bytes(dtypes: tuple[str, str], widths: tuple[int, int]) -> int:
     return keys * (2 * sum(widths) + 32) + codes + (keys * 8 if size == 1 else 0) + 16
 
 
+def _prefill_bytes(dtypes: tuple[str, str], widths: tuple[int, int], warps: int) -> int:
+    """Shared memory of attention_prefill: queries, a tile, and for each warp what it saw of the units before."""
+    return warps * (16 * (2 * widths[0] + 16) + widths[1] * 64 + 512) + _tile_bytes(dtypes, widths)
+
+
 def _prefill(p: AttentionParams, dtypes: tuple[str, str], widths: tuple[int, int], biased: bool, tokens: int) -> Launch:
-    # 99 KB of shared memory are what the smallest device has.
     warps = 4 if max(widths) <= (128 if dtypes[0] == dtypes[1] else 96) else 2
-    rows = 16 * warps
-    shared = rows * (2 * widths[0] + 16) + _tile_bytes(dtypes, widths) + warps * (widths[1] * 64 + 512)
+    if _prefill_bytes(dtypes, widths, warps) > _LEAST_SHARED:
+        warps = 1
+    rows, shared = 16 * warps, _prefill_bytes(dtypes, widths, warps)
     kernel = _instance("attention_prefill", dtypes, widths, biased, f"{warps}, ", 32 * warps)
     return Launch(kernel, p, (-(-tokens * p.group // rows) + p.sequences, p.kv_heads, 1), shared)
 

@@ -68,12 +68,12 @@ class Pool:
 
     def store(self, rows: Sequence[Rows]) -> None:
         """Write keys and values, and nothing else."""
-        made, _ = self._launches(rows, 0, 0, self.attributes | {"write": True})
+        made, _ = self.launches(rows, 0, 0, self.attributes | {"write": True})
         self._run(made[:1])
 
     def step(self, rows: Sequence[Rows], *, spare: tuple[int, int] = (0, 0)) -> list[Array]:
         """Results of the rows of each sequence. ``spare``: rows and sequences that the bucket has besides."""
-        made, y = self._launches(rows, *spare, self.attributes)
+        made, y = self.launches(rows, *spare)
         self._run(made)
         count = sum(len(r.q) for r in rows)
         found = self.device.get(y.address, y.shape, y.dtype)[:count]
@@ -82,9 +82,11 @@ class Pool:
     def _run(self, made: list[Launch]) -> None:
         self.device.run(made)
 
-    def _launches(
-        self, rows: Sequence[Rows], more_rows: int, more: int, attributes: dict[str, Any]
+    def launches(
+        self, rows: Sequence[Rows], more_rows: int = 0, more: int = 0, attributes: dict[str, Any] | None = None
     ) -> tuple[list[Launch], Tensor]:
+        """The launches of a step, and what they write."""
+        attributes = attributes or self.attributes
         put = self.device.put
         counts = [len(r.q) for r in rows]
         bounds = np.cumsum([0, *counts, *(0,) * more]).astype(np.int32)

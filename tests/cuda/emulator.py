@@ -205,7 +205,7 @@ class Emulator:
     """A device in this process. ``order`` of threads and blocks: 0 in order, 1 reversed, 2 random by ``seed``."""
 
     def __init__(self, mode: str = "checked", order: int = 2, seed: int = 1) -> None:
-        self.mode, self.order, self.seed = mode, order, seed
+        self.mode, self.order, self.seed = os.environ.get("SIMT_MODE") or mode, order, seed
         self._runtime = _runtime()
         self._buffers: dict[int, np.ndarray] = {}
 

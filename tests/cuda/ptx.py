@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import ptx_numbers as numbers
-from emulator import DTYPES, PLUGINS, SIMT, Emulator
+from emulator import DTYPES, INCLUDES, Emulator
 from ptx_memory import SHARED, Global, Shared, as_bytes
 from ptx_numbers import TYPES, WORDS
 from ptx_parser import Instruction, PtxError, parse
@@ -38,7 +38,7 @@ class Interpreter(Emulator):
     def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
         """Compile the kernel and run what came out."""
         kernel = launch.kernel
-        ptx = compile_kernels([kernel], self.arch, folders=(PLUGINS, SIMT))[kernel.name].decode()
+        ptx = compile_kernels([kernel], self.arch, folders=INCLUDES)[kernel.name].decode()
         run(ptx, launch, self.memory)
 
     def run(self, launches: Any, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Machine:
         if size % WARP:
             raise PtxError(f"blocks of {size} threads have no whole warps")
         self.memory, self.shared = memory, Shared(launch.shared, len(blocks))
-        self.params = bytes(launch.params)
+        self.params = np.frombuffer(bytes(launch.params), np.uint8)
         self.threads = size * len(blocks)
         self.block_of = np.repeat(np.arange(len(blocks)), size)
         x, y, _ = launch.grid
@@ -364,20 +364,19 @@ class Machine:
         registers, dtype = _parts(one.args[0]), TYPES[fields[-1]]
         word = np.dtype(WORDS[dtype.itemsize])
         size = dtype.itemsize * len(registers)
-        if "param" in fields:
-            start = int(self.address(one.args[1])[int(np.argmax(mask))])
-            for i, register in enumerate(registers):
-                number = np.frombuffer(self.params, word, 1, start + i * word.itemsize)[0]
-                self.write(register, np.full(self.threads, number, word), mask)
-            return
         found = np.zeros((self.threads, size), np.uint8)
-        for where, memory, places in self._places(one.args[1], fields, mask, size, write=False):
-            found[where] = memory[places]
+        if "param" in fields:
+            starts = self.address(one.args[1])[mask].astype(np.int64)  # threads may read different ones
+            found[mask] = self.params[starts[:, None] + np.arange(size)]
+        else:
+            for where, memory, places in self._places(one.args[1], fields, mask, size, write=False):
+                found[where] = memory[places]
         words = found.view(word)
         for i, register in enumerate(registers):
             value = np.ascontiguousarray(words[:, i]).view(dtype)
-            if dtype.itemsize == 1:
-                value = value.astype(np.int16 if dtype.kind == "i" else np.uint16)
+            wide = {"%rd": 8, "%rs": 2}.get(register[:3], 4)
+            if wide > dtype.itemsize:  # the rest of the register is the sign, or zeros
+                value = value.astype(f"{dtype.kind}{wide}")
             self.write(register, value, mask)
 
     def _st(self, one: Instruction, fields: list[str], mask: np.ndarray) -> None:
@@ -540,12 +539,14 @@ class Machine:
             left[:, g + 8 * (j // per % 2), t * per + j % per + inner // 2 * (j // per // 2)] = first[:, :, j]
         for j in range(2 * per):
             right[:, t * per + j % per + inner // 2 * (j // per), g] = second[:, :, j]
-        product = left @ right
         number = np.int32 if kind == "s8" else np.float32
-        sums = [self.value(register, number).reshape(warps, WARP).astype(np.float64) for register in c]
+        sums = np.zeros((warps, 16, 8), number)
+        for j, register in enumerate(c):
+            sums[:, g + 8 * (j // 2), 2 * t + j % 2] = self.value(register, number).reshape(warps, WARP)
+        for k in range(inner):  # one by one, as the emulator adds them; a chip has an order of its own
+            sums += (left[:, :, k, None] * right[:, k, None, :]).astype(number)
         for j, register in enumerate(d):
-            result = (product[:, g + 8 * (j // 2), 2 * t + j % 2] + sums[j]).astype(number)
-            self.write(register, result.reshape(-1), mask)
+            self.write(register, sums[:, g + 8 * (j // 2), 2 * t + j % 2].reshape(-1), mask)
 
 
 def _parts(arg: str) -> list[str]:

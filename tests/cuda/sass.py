@@ -8,11 +8,15 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from llmc.plugins.cuda import Kernel
+from emulator import Emulator
+
+from llmc.plugins.cuda import Kernel, Launch
 
 REGISTERS = 65536
 """Of a multiprocessor."""
@@ -27,6 +31,23 @@ class Code:
     registers: int
     stack: int
     operations: dict[str, int]
+
+
+class Recorder(Emulator):
+    """A device that runs nothing, and remembers what it was to run."""
+
+    def __init__(self, mode: str = "plain", order: int = 0, seed: int = 1) -> None:
+        super().__init__("plain")
+        self.kernels: dict[str, Kernel] = {}
+
+    def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
+        """Remember the kernel."""
+        self.kernels[launch.kernel.name] = launch.kernel
+
+    def run(self, launches: Iterable[Launch], **options: Any) -> None:
+        """Remember the kernels."""
+        for one in launches:
+            self.launch(one)
 
 
 @cache
@@ -45,11 +66,9 @@ def disassemble(cubin: Path) -> dict[str, Code]:
     """The kernels of a cubin."""
     program, environment = _tools()
 
-    def ask(what: str) -> str:
-        return subprocess.check_output([program, what, str(cubin)], env=environment, text=True)
-
-    found, sass = {}, ask("-sass")
-    usage = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", ask("-res-usage"))
+    sass = subprocess.check_output([program, "-res-usage", "-sass", str(cubin)], env=environment, text=True)
+    found = {}
+    usage = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", sass)
     bodies = dict(re.findall(r"Function : (\w+)\n(.*?)(?=\n\s+Function : |\Z)", sass, re.S))
     for name, registers, stack in usage:
         operations: dict[str, int] = {}

@@ -63,6 +63,18 @@ def test_head_sizes(heads: tuple[int, int, int, int]) -> None:
         check(sample, "bfloat16", "bfloat16", f"{heads}, {rows} behind {past}", order=rows % 3)
 
 
+def test_the_largest_heads_fit_on_every_device() -> None:
+    """A block of one warp, where keys of 256 dims are widened; no launch takes more than 99 KB of shared memory."""
+    rng = np.random.default_rng(8)
+    sample = reference._sample(rng, ((0, 40),), (4, 2, 256, 256), PLAIN | {"scale": 0.1}, sinks=False, slopes=False)
+    check(sample, "bfloat16", "float16", "256 dims, 40 rows")
+    for dtypes in itertools.product(("bfloat16", "float16"), cuda.KV_DTYPES):
+        for widths in itertools.product(range(16, 257, 16), repeat=2):
+            p = cuda.AttentionParams(group=1, sequences=1, kv_heads=1, max_units=1, part_rows=1)
+            launches = (cuda._prefill(p, dtypes, widths, False, 100), cuda._decode(p, dtypes, widths, False))
+            assert all(launch.shared <= 99 << 10 for launch in launches), (dtypes, widths)
+
+
 BITS: list[tuple[str, str, tuple[int, int, int, int], dict[str, Any]]] = [
     ("bfloat16", "bfloat16", (4, 2, 16, 16), {}),
     ("bfloat16", "float8_e4m3", (4, 2, 16, 16), {"window": 300}),

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from contract import Contract, compare, converted, reference, run
-from emulator import PLUGINS, SIMT, Emulator
+from emulator import INCLUDES, Emulator
 from ptx import Interpreter
 from ptx import run as interpret
 from ptx_memory import Global
@@ -143,7 +143,7 @@ def test_a_mistake_in_inline_ptx_is_found(old: str, new: str, what: str) -> None
         "ldmatrix": layout("ldmatrix", "layout_ldmatrix<>"),
         "copy": layout("copy", "layout_copy<>"),
     }[what]
-    headers = included(kernel.source_text, (PLUGINS, SIMT))
+    headers = included(kernel.source_text, INCLUDES)
     assert headers["csrc/cuda/gpu.cuh"].count(old) >= 1
     results: list[Any] = []
     for text in (headers["csrc/cuda/gpu.cuh"], headers["csrc/cuda/gpu.cuh"].replace(old, new)):

@@ -4,26 +4,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attention_cuda import Pool, random_rows
 from contract import converted, reference, run
-from emulator import PLUGINS, SIMT, Emulator
-from sass import Code, disassemble, problems, tensor_operations
+from emulator import PLUGINS, SIMT
+from sass import Code, Recorder, disassemble, problems, tensor_operations
 from test_ptx import LAYOUTS, layout
+from test_ptx_products import FORMATS, example, product
 from test_small_ops import CONTRACTS
 
 from llmc.compiler.cuda.nvrtc import compile_kernels
 from llmc.plugins import all_ops
-from llmc.plugins.cuda import Kernel, Launch
-
-
-class Recorder(Emulator):
-    """A device that runs nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: dict[str, Kernel] = {}
-
-    def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
-        self.kernels[launch.kernel.name] = launch.kernel
+from llmc.plugins.cuda import Kernel
 
 
 def code_of(kernel: Kernel, arch: str, folder: Path) -> tuple[Code, str]:
@@ -51,6 +42,35 @@ def test_spills_and_too_many_registers_are_problems() -> None:
     assert problems(kernel, Code(128, 0, {}), "", "sm_90") == []
     assert problems(kernel, Code(129, 0, {}), "", "sm_90") == ["129 registers: 2 blocks of 256 don't fit"]
     assert problems(kernel, Code(40, 8, {"STL": 2}), "", "sm_90") == ["2 accesses of local memory, 8 bytes of stack"]
+
+
+def attention_kernels(kv: str) -> dict[str, Kernel]:
+    """Of a step of many rows and one of few, with heads of 64 dims."""
+    rows = random_rows(np.random.default_rng(1), (2, 1, 64, 64), 70, "bfloat16")
+    with Recorder() as device:
+        device.run(Pool(device, (1, 64, 64), kv, (70,)).launches([rows])[0])
+        return {name: kernel for name, kernel in device.kernels.items() if "store" not in name}
+
+
+@pytest.mark.parametrize(("form", "arch"), [(0, "sm_120"), (1, "sm_100"), (3, "sm_80"), (5, "sm_90"), (6, "sm_89")])
+def test_products_of_all_formats(form: int, arch: str, tmp_path: Path) -> None:
+    """A kind of weight and a target each; build_scripts/cuda_sass.py has all kernels for all targets."""
+    with Recorder() as device:
+        format, group, compute, x_group, zeros, capability, _ = FORMATS[form]
+        product(*example(3, format, group, compute, x_group, zeros, capability))(device)
+        (kernel,) = (kernel for name, kernel in device.kernels.items() if name.startswith("gemm"))
+    code, ptx = code_of(kernel, arch, tmp_path)
+    assert tensor_operations(ptx, arch) and problems(kernel, code, ptx, arch) == []
+
+
+@pytest.mark.parametrize(("kv", "arch"), [("bfloat16", "sm_90"), ("int8", "sm_80")])
+def test_attention_uses_tensor_cores_and_spills_nothing(kv: str, arch: str, tmp_path: Path) -> None:
+    kernels = attention_kernels(kv)
+    assert len(kernels) == 3
+    for name, kernel in kernels.items():
+        code, ptx = code_of(kernel, arch, tmp_path)
+        assert problems(kernel, code, ptx, arch) == []
+        assert tensor_operations(ptx, arch) == (set() if "combine" in name else {"HMMA"})
 
 
 @pytest.mark.parametrize("name", ["norm", "softmax", "rope"])

@@ -1,0 +1,171 @@
+"""Runs tests of CUDA kernels on the driver API instead of the emulator: a GPU, or the stand-in for the driver.
+
+    PYTHONPATH=tests/cuda pytest -p gpu tests/cuda/test_small_ops.py
+
+What happened to each test, and the kernels that it launched, goes to $GPU_RECORD, a line of JSON each. Used by
+build_scripts/gpu_check.py.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import emulated
+import emulator
+import numpy as np
+import pytest
+from emulator import DTYPES, PLUGINS, SIMT, Emulator, library_of
+
+from llmc.compiler.cuda.nvrtc import compile_kernels, known_archs
+from llmc.plugins.cuda import Kernel, Launch
+from llmc.runtime.devices.cuda.driver import CudaDevice
+
+MODE = "checked"
+"""Of builds for the stand-in driver."""
+launched: dict[str, str] = {}
+"""The template of each kernel that the test has launched, by name."""
+
+
+def arch_of(capability: int) -> str:
+    """The newest target of NVRTC whose machine code a device runs."""
+    fitting = [number for number in known_archs() if number // 10 == capability // 10 and number <= capability]
+    return f"sm_{max(fitting, default=capability)}"
+
+
+def stand_in(kernel: Kernel) -> None:
+    """Where the stand-in driver is: give it the kernel's build for the emulator."""
+    if folder := os.environ.get("SIMT_KERNELS"):
+        path = Path(folder) / f"{kernel.name}.so"
+        if not path.exists():
+            path.symlink_to(library_of(kernel, MODE))
+
+
+class OnGpu(CudaDevice):
+    """A device that is like EmulatedDevice: kernels are compiled from the sources when they are launched."""
+
+    def __init__(self, capability: int = 90, mode: str = "plain") -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.copies = self.replays = self.waits = 0
+
+    def load(self, images: Mapping[str, bytes]) -> None:
+        assert all(image[:4] == b"\x7fELF" for image in images.values())
+
+    def run(self, launches: Sequence[Launch]) -> None:
+        for kernel in {launch.kernel.name: launch.kernel for launch in launches}.values():
+            launched[kernel.name] = f"{kernel.source}:{kernel.function.split('<')[0]}"
+            if kernel.name not in self.names:
+                stand_in(kernel)
+                super().load(compile_kernels([kernel], arch_of(self.capability), folders=(PLUGINS, SIMT)))
+                self.names.add(kernel.name)
+        super().run(launches)
+
+    def send(self, address: int, data: Any) -> None:
+        self.copies += 1
+        super().send(address, data)
+
+    def replay(self, graph: Any) -> None:
+        self.replays += 1
+        super().replay(graph)
+
+    def sync(self) -> None:
+        self.waits += 1
+        super().sync()
+
+
+@cache
+def device() -> OnGpu:
+    """The device of this process."""
+    return OnGpu()
+
+
+class Gpu(Emulator):
+    """Implements what tests use of `Emulator`. Modes and orders of threads mean nothing to a device."""
+
+    def __init__(self, mode: str = "checked", order: int = 2, seed: int = 1) -> None:
+        self.mode, self.order, self.seed = "gpu", order, seed
+        self.places: list[int] = []
+
+    def alloc(self, size: int, name: str = "", *, writable: bool = True, known: bool = False) -> int:
+        """Memory of the device, filled with 0xff."""
+        address = device().alloc(max(size, 1), name or "a buffer")
+        self.places.append(address)
+        device().fill(address, 0xFF, size)
+        return address
+
+    def put(self, array: np.ndarray, name: str = "", *, writable: bool = False) -> int:
+        """See `Emulator.put`."""
+        address = self.alloc(array.nbytes, name)
+        self.set(address, array)
+        return address
+
+    def get(self, address: int, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """See `Emulator.get`."""
+        kind = np.dtype(DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        data = np.empty(int(np.prod(shape)) * kind.itemsize, np.uint8)
+        device().fetch(data, address)
+        device().sync()
+        return data.view(kind).reshape(shape)
+
+    def set(self, address: int, array: np.ndarray) -> None:
+        """See `Emulator.set`."""
+        device().put(address, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+    def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
+        """Run a kernel to its end."""
+        device().run([launch])
+        device().sync()
+
+    def run(self, launches: Iterable[Launch], **options: Any) -> None:
+        """Run launches in order."""
+        for launch in launches:
+            self.launch(launch)
+
+    def free(self) -> None:
+        """Give all memory back."""
+        while self.places:
+            give_back(self.places.pop())
+
+
+def give_back(address: int) -> None:
+    """Free memory."""
+    if hasattr(device(), "free"):
+        device().free(address)
+    else:
+        device()._call("cuMemFree", address)
+
+
+@contextlib.contextmanager
+def real_driver(kernels: Iterable[Kernel], **_: Any) -> Iterator[None]:
+    """In place of `driver.fake_gpu`: the driver that is here."""
+    for kernel in kernels:
+        stand_in(kernel)
+        launched[kernel.name] = f"{kernel.source}:{kernel.function.split('<')[0]}"
+    yield
+
+
+def pytest_configure() -> None:
+    """Before tests import the emulator."""
+    import driver
+    import engines
+
+    build, arch = engines.build, arch_of(device().capability)
+    emulator.Emulator, emulated.EmulatedDevice, driver.fake_gpu = Gpu, OnGpu, real_driver  # type: ignore[misc,assignment]
+    engines.build = lambda *given, target, **options: build(*given, target=f"cuda:{arch}", **options)  # type: ignore[assignment]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A line for each test that ran."""
+    if report.when != "call" and report.outcome == "passed":
+        return
+    error = str(report.longrepr).strip().splitlines()[-1] if report.failed else ""
+    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "error": error}
+    with open(os.environ["GPU_RECORD"], "a") as file:
+        file.write(json.dumps(line | {"kernels": dict(launched)}) + "\n")
+    launched.clear()
+    if report.failed and "KernelError" in str(report.longrepr):
+        pytest.exit("the device can't be used by this process any more", returncode=9)
