@@ -56,13 +56,20 @@ class OnGpu(CudaDevice):
         assert all(image[:4] == b"\x7fELF" for image in images.values())
 
     def run(self, launches: Sequence[Launch]) -> None:
+        self._load(launches)
+        super().run(launches)
+
+    def capture(self, launches: Sequence[Launch]) -> Any:
+        self._load(launches)  # not within the capture
+        return super().capture(launches)
+
+    def _load(self, launches: Sequence[Launch]) -> None:
         for kernel in {launch.kernel.name: launch.kernel for launch in launches}.values():
             launched[kernel.name] = f"{kernel.source}:{kernel.function.split('<')[0]}"
             if kernel.name not in self.names:
                 stand_in(kernel)
                 super().load(compile_kernels([kernel], arch_of(self.capability), folders=(PLUGINS, SIMT)))
                 self.names.add(kernel.name)
-        super().run(launches)
 
     def send(self, address: int, data: Any) -> None:
         self.copies += 1
@@ -128,15 +135,7 @@ class Gpu(Emulator):
     def free(self) -> None:
         """Give all memory back."""
         while self.places:
-            give_back(self.places.pop())
-
-
-def give_back(address: int) -> None:
-    """Free memory."""
-    if hasattr(device(), "free"):
-        device().free(address)
-    else:
-        device()._call("cuMemFree", address)
+            device().free(self.places.pop())
 
 
 @contextlib.contextmanager
