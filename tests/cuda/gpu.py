@@ -71,6 +71,11 @@ class OnGpu(CudaDevice):
                 super().load(compile_kernels([kernel], arch_of(self.capability), folders=(PLUGINS, SIMT)))
                 self.names.add(kernel.name)
 
+    def free(self, address: int) -> None:
+        """Give back what `alloc` gave; an executor keeps all until it is closed."""
+        self._owned.memory.remove(address)
+        self._call("cuMemFree", address)
+
     def send(self, address: int, data: Any) -> None:
         self.copies += 1
         super().send(address, data)
