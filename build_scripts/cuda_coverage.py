@@ -57,6 +57,8 @@ def never_built(path: Path, lines: dict[int, int]) -> list[int]:
     for number, line in enumerate(text, 1):
         if not re.match(r"\s*(static )?DEV ", line) and "if constexpr" not in line:
             continue
+        if line.endswith("\\"):  # of a macro: its lines are those of its uses
+            continue
         if line.rstrip().endswith(";"):
             body = [number]
         else:

@@ -166,7 +166,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for each test that ran."""
     if report.when != "call" and report.outcome == "passed":
         return
-    error = str(report.longrepr).strip().splitlines()[-1] if report.failed else ""
+    lines = str(report.longrepr).splitlines() if report.failed else []
+    error = next((line[1:].strip() for line in lines if line.startswith("E  ")), "".join(lines[-1:]))
     line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "error": error}
     with open(os.environ["GPU_RECORD"], "a") as file:
         file.write(json.dumps(line | {"kernels": dict(launched)}) + "\n")
