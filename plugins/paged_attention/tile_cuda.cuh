@@ -267,6 +267,7 @@ DEV void add_values(const unsigned char* values, const float (*weights)[4], Seen
     }
     UNROLL for (int d = 0; d < DV / 8; d += 2) {
       uint32_t b[4];
+      if constexpr (ODD) __syncwarp();  // else what is loaded ahead takes registers away from the usual case
       ldmatrix4_t(b, values + (k * 16 + lane % 16) * ROW + d * 16 + lane / 16 * 16);
       uint32_t up[4], down[4];
       if constexpr (ODD) {
