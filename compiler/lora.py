@@ -133,10 +133,10 @@ class _Merge:
         rows, sizes = pair.a.shape[0], (pair.b.shape[0], pair.a.shape[1])
         fits = []
         for name in names:
-            *experts, height, width = self.checkpoint.weight(name).shape
-            if len(experts) < 2 and rows % math.prod(experts) == 0:
-                fits += [(name, False)] if (height, width) == sizes else []
-                fits += [(name, True)] if (width, height) == sizes and experts else []
+            shape = self.checkpoint.weight(name).shape
+            if len(shape) in (2, 3) and rows % math.prod(experts := shape[:-2]) == 0:
+                fits += [(name, False)] if shape[-2:] == sizes else []
+                fits += [(name, True)] if experts and shape[-2:] == sizes[::-1] else []
         if len(fits) != 1:
             shapes = ", ".join(f"{name} {list(self.checkpoint.weight(name).shape)}" for name in names) or "none"
             self.refuse(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +167,7 @@ def test_what_does_not_fit_is_refused(moe: Path, tmp_path: Path) -> None:
     per_expert(adapter)
     with pytest.raises(CheckpointError, match=r"the model has no linear 'model.layers.0.mlp.experts.0.gate_proj'"):
         merge(Checkpoint.open(tmp_path / "other"), read_adapter(adapter))
+    read = read_adapter(trained(moe, tmp_path / "norm", target_parameters=EXPERTS))
+    pairs = tuple(replace(pair, module="model.norm", parameters=("weight",)) for pair in read.parameters)
+    with pytest.raises(CheckpointError, match=r"the model has model.norm.weight \[32\]"):
+        merge(Checkpoint.open(moe), replace(read, parameters=pairs))
