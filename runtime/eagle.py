@@ -13,7 +13,7 @@ from llmc.errors import EngineError
 from llmc.plugins.paged_attention.storage import KV_DTYPES
 from llmc.runtime import plan_file, strict
 from llmc.runtime.manifest import KvCacheSpec, Limits
-from llmc.runtime.plan import Dim, Plan, Storage
+from llmc.runtime.plan import Dim, Plan
 
 if TYPE_CHECKING:
     from llmc.runtime.engine import Weight
@@ -92,7 +92,7 @@ def read_eagle(
     parsed = plan_file.from_bytes(plan, shapes, limits, f"{where}/{PLAN}")
     widths = [model.value(name).shape[1].constant for name in model.features]
     entry = FEATURES if FEATURES in parsed.names else HIDDEN
-    inputs = {name: _input_width(parsed, name) for name in (entry, HIDDEN)}
+    inputs = {name: parsed.input_width(name, Dim(tokens=1)) for name in (entry, HIDDEN)}
     own_width = parsed.value(parsed.features[0]).shape[1].constant if len(parsed.features) == 1 else None
     if len(parsed.kv_slots) != 1 or (inputs[entry], inputs[HIDDEN]) != (sum(widths), own_width):
         raise EngineError(f"{where}/{PLAN}: it does not go on with what the model computes; build the engine anew")
@@ -106,14 +106,6 @@ def read_eagle(
     used = {str(value.base) for value in parsed.values if value.storage.value == "weight"}
     mine = {name: weight for name, weight in weights.items() if name in used}
     return EngineEagle(parsed, mine, found, ids, writers[-1] + 1 if writers else 0)
-
-
-def _input_width(plan: Plan, name: str) -> int | None:
-    """Of a value [T, width] that can be written from outside; None: it can't."""
-    value = plan.value(name) if name in plan.names else None
-    if value is None or value.storage is not Storage.ARENA or value.dtype != "float32" or len(value.shape) != 2:
-        return None
-    return value.shape[1].constant if value.shape[0] == Dim(tokens=1) and value.shape[1].is_constant else None
 
 
 def cache_spec(eagle: EngineEagle, block_size: int) -> KvCacheSpec:

@@ -88,7 +88,7 @@ def read_heads(
     shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
     few = Limits(limits.max_seq_len, limits.max_sequences, limits.max_sequences)
     parsed = plan_file.from_bytes(plan, shapes, few, f"{where}/{PLAN}", logits=Dim(rows=found.heads))
-    if parsed.kv_slots or HIDDEN not in parsed.names:
+    if parsed.kv_slots or parsed.input_width(HIDDEN, Dim(rows=1)) is None:
         raise EngineError(f"{where}/{PLAN}: heads keep no cache and have an input {HIDDEN!r}; build the engine anew")
     used = {str(value.base) for value in parsed.values if value.storage.value == "weight"}
     return EngineHeads(parsed, {name: weight for name, weight in weights.items() if name in used}, found)

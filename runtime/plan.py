@@ -193,6 +193,13 @@ class Plan:
                 wanted = step.inputs[0]
         return None
 
+    def input_width(self, name: str, rows: Dim) -> int | None:
+        """Of a float32 value [rows, width] of the arena, which can be written from outside; None: there is none."""
+        value = self.value(name) if name in self.names else None
+        if value is None or value.storage is not Storage.ARENA or value.dtype != "float32" or len(value.shape) != 2:
+            return None
+        return value.shape[1].constant if value.shape[0] == rows and value.shape[1].is_constant else None
+
     @property
     def _by_name(self) -> dict[str, Value]:
         cached: dict[str, Value] | None = self.__dict__.get("_index")

@@ -16,8 +16,9 @@ from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.model_directory import ModelDirectory
 from llmc.compiler.safetensors_file import SafetensorsFile
-from llmc.errors import UsageError
-from llmc.runtime.heads import HeadTree
+from llmc.errors import EngineError, UsageError
+from llmc.runtime.engine import load_engine
+from llmc.runtime.heads import HeadTree, read_heads
 from llmc.runtime.speculative.medusa import grow
 from llmc.runtime.speculative.opening import Speculation
 
@@ -99,6 +100,20 @@ def test_trees_are_cut_to_what_there_is_room_for() -> None:
     assert (whole.tokens, whole.parents) == ((5, 9, 7, 8), (-1, 0, -1, 2))
     assert grow(tree, candidates, 9, 1).tokens == (5, 7)
     assert grow(tree, candidates, 3, 2).tokens == (5, 9, 7)
+
+
+def test_only_rows_of_the_arena_are_written_from_outside(built: dict[str, Path]) -> None:
+    engine, folder = load_engine(built["random"]), built["random"] / "medusa"
+    assert engine.heads is not None
+    own, tree = {**engine.weights, **engine.heads.weights}, (folder / "tree.json").read_bytes()
+    plan = json.loads((folder / "plan.json").read_bytes().replace(b'"hidden"', b'"other"'))
+    weight = next(value for value in plan["values"] if value["storage"] == "weight")
+    named = json.loads(json.dumps(plan).replace(f'"name": {json.dumps(weight["name"])}', '"name": "hidden"'))
+    for step in named["steps"]:
+        step["inputs"] = ["hidden" if name == weight["name"] else name for name in step["inputs"]]
+    for spoiled in (plan, named):
+        with pytest.raises(EngineError, match=r"plan.json: heads keep no cache and have an input 'hidden'"):
+            read_heads(json.dumps(spoiled).encode(), tree, own, engine.weights, engine.limits, "there")
 
 
 def test_what_makes_no_sense_is_refused(built: dict[str, Path], tmp_path: Path) -> None:
