@@ -1,6 +1,6 @@
 """Every decoder of the list builds and runs natively: logits and greedy tokens of transformers, packed in any way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import engines
 import numpy as np
 import pytest
 from configs import CONFIGS
+from cuda_models import build_again, distance, executor_for, gpu_for, nearest
 from method_grid import check_kv_types, check_methods
 from packed import MIXED, expected_logits, random_ids
 
@@ -20,7 +21,12 @@ from llmc.runtime.engine import load_engine
 WHOLE = ((("a", 29),),)
 CHUNKED = ((("a", 7),), (("a", 16),), (("a", 5),), (("a", 1),))
 DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
+BOTH = ((("a", 29),), (("b", 21),))
 GREEDY = 32
+CUDA_TOKENS = 5
+CUDA_DISTANCE = 0.03
+CUDA_MARGIN = 0.1
+"""In standard deviations of logits: what they are off in the mean; what a token may be behind that of transformers."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,13 @@ class Built:
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Traced once for all tests."""
     entry, found = CONFIGS[request.param], []
+
+    def compiled(*given: Any) -> Compiled:
+        found.append(compile_model(*given))
+        return replace(found[-1], graph=found[-1].graph.clone())  # writing an engine uses it up
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "compile_model", lambda *given: found.append(compile_model(*given)) or found[-1])
+        patch.setattr(api, "compile_model", compiled)
         folder = tmp_path_factory.mktemp(request.param)
         model, path = engines.build(entry.make(), folder, entry.reference, max_seq_len=entry.max_len)
     return Built(request.param, model, path, found[0])
@@ -69,3 +80,24 @@ def test_every_quantization_method(built: Built, tmp_path: Path) -> None:
 
 def test_every_type_of_kv_cache(built: Built) -> None:
     check_kv_types(built.compiled)
+
+
+def test_on_cuda(built: Built, tmp_path: Path) -> None:
+    """The kernels on an emulator, behind the driver API of cuda.bindings: the same bits for any packing of rows."""
+    entry, model = CONFIGS[built.name], built.model
+    ids = random_ids(entry.make(), a=29, b=21)
+    expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
+    tokens = {key: x[0].tolist() for key, x in ids.items()}
+    engine, share = build_again(built.compiled, tmp_path / "engine"), nearest(built.compiled)
+    with gpu_for(engine) as device:
+        alone = engines.Packed(executor_for(engine, device), tokens).run(BOTH)
+        mixed = engines.Packed(executor_for(engine, device), tokens).run(MIXED)
+        for key, logits in alone.items():
+            assert distance(logits, expected[key], share) < CUDA_DISTANCE
+            assert np.array_equal(mixed[key], logits[: len(mixed[key])])
+        params = SamplingParams(max_tokens=CUDA_TOKENS, temperature=0, ignore_eos=True)
+        llm = LLM(engine.path, num_blocks=16)
+        for result, prompt in zip(llm.generate(list(tokens.values()), params), tokens.values(), strict=True):
+            assert len(result.token_ids) == CUDA_TOKENS
+            assert engines.is_nearly_greedy(model, prompt, result.token_ids, CUDA_MARGIN / share**2)
+        llm.close()

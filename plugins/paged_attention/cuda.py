@@ -210,7 +210,7 @@ def _turn(p: AttentionParams, call: Call, q: Tensor, shifted: bool) -> None:
             p.shifts = call.scratch(max(1, rows) * 4)
     else:
         p.q, p.q_token, p.q_head, p.q_dim = p.given_q, p.given_token, p.given_head, p.key_dim
-    p.q_vectors = not (p.q % 16 or p.q_token % 8 or p.q_head % 8 or p.q_dim % 8)
+    p.q_vectors = not ((p.q or 0) % 16 or p.q_token % 8 or p.q_head % 8 or p.q_dim % 8)
 
 
 def _unit_of(position: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from cuda_models import distance, executor_for, gpu_for
 from driver import fake_gpu
 from emulated import CONFIG, Built, EmulatedDevice
 from packed import MIXED, expected_logits, random_ids
@@ -23,6 +24,7 @@ from llmc.compiler.diff import diff
 from llmc.errors import EngineError, ResourceError, UsageError
 from llmc.plugins.cuda import Launch
 from llmc.runtime import devices
+from llmc.runtime.batch import Batch
 from llmc.runtime.devices.cuda.driver import CudaDevice
 from llmc.runtime.devices.cuda.executor import CudaExecutor
 
@@ -76,8 +78,7 @@ def test_a_llama_gives_the_numbers_of_transformers(built: Built) -> None:
         device = EmulatedDevice()
         packed = engines.Packed(CudaExecutor(built.engine, device, num_blocks=16), tokens)
         for key, logits in packed.run(steps).items():
-            error = np.sqrt(np.mean((logits - expected[key][: len(logits)]) ** 2)) / expected[key].std()
-            assert error < 0.03
+            assert distance(logits, expected[key]) < 0.03
             first = found.setdefault(key, logits)
             size = min(len(first), len(logits))
             assert np.array_equal(first[:size], logits[:size])
@@ -104,6 +105,55 @@ def test_the_driver_gives_the_tokens_of_transformers(built: Built, monkeypatch: 
         decoded = "replay run"  # the second chooses tokens
         assert calls == " ".join(["run run capture run", *3 * [decoded], "capture run", *2 * [decoded]])
         llm.close()
+
+
+def batch(tokens: Sequence[int], done: int, positions: Sequence[int] = (), ancestors: Sequence[int] = ()) -> Batch:
+    """The next rows of the one sequence, all with logits."""
+    rows = np.arange(len(tokens), dtype=np.int32)
+    return Batch(
+        input_ids=np.array(tokens, np.int32),
+        position_ids=np.array(positions, np.int32) if positions else rows + done,
+        logit_rows=rows,
+        cu_seqlens=np.array([0, len(tokens)], np.int32),
+        num_computed=np.array([done], np.int32),
+        block_tables=np.array([[5, 2]], np.int32),
+        tree_mask=np.array(ancestors, np.uint64)[:, None] if ancestors else None,
+    )
+
+
+def test_a_tree_of_drafts_through_the_driver(built: Built) -> None:
+    """A token with two that may follow, and one after the second, whose branch is taken over."""
+    ids = random_ids(CONFIG, a=24)["a"]
+    tokens, other = ids[0].tolist(), 99
+    expected = expected_logits(built.model, ids)[0].numpy()
+    aside = torch.cat([ids[:, :15], torch.tensor([[other]])], 1)
+    with gpu_for(built.engine) as device:
+        executor = executor_for(built.engine, device)
+        assert distance(executor.step(batch(tokens[:14], 0)), expected) < 0.03
+        rows = [tokens[14], other, *tokens[15:17]]
+        found = executor.step(batch(rows, 14, (14, 15, 15, 16), (0b1, 0b11, 0b101, 0b1101)))
+        assert distance(found[[0, 2, 3]], expected[14:17]) < 0.03
+        assert distance(found[1:2], expected_logits(built.model, aside)[0, -1:].numpy()) < 0.03
+        blocks, kept, places = (np.array(given, np.int32) for given in ([5, 2], [16, 17], [15, 16]))
+        executor.move_positions(blocks, kept, places)
+        for number in range(17, 24):
+            assert (
+                distance(executor.step(batch(tokens[number : number + 1], number)), expected[number : number + 1])
+                < 0.03
+            )
+
+
+def test_embeddings_through_the_driver(built: Built) -> None:
+    ids = random_ids(CONFIG, a=20)["a"]
+    with torch.no_grad():
+        expected = built.model.model(input_ids=ids, use_cache=False).last_hidden_state[0].numpy()
+    with gpu_for(built.engine) as device:
+        executor = executor_for(built.engine, device)
+        logits = executor.step(batch(ids[0].tolist(), 0)).copy()
+        rows, same = executor.embed(batch(ids[0].tolist(), 0), logits=True)
+        assert distance(rows, expected) < 0.03
+        assert np.array_equal(same, logits)
+        assert executor.embed(batch(ids[0, :4].tolist(), 0), logits=False)[1] is None
 
 
 def test_no_driver(tmp_path: Path) -> None:
