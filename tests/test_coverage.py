@@ -8,7 +8,7 @@ import engines
 import numpy as np
 import pytest
 from configs import CONFIGS
-from cuda_models import build_again, distance, executor_for, gpu_for, nearest
+from cuda_models import build_again, distance, gpu_for, nearest, packed_logits
 from method_grid import check_kv_types, check_methods
 from packed import MIXED, expected_logits, random_ids
 
@@ -24,7 +24,7 @@ DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
 BOTH = ((("a", 29),), (("b", 21),))
 GREEDY = 32
 CUDA_TOKENS = 5
-CUDA_DISTANCE = 0.03
+CUDA_DISTANCE = 0.045
 CUDA_MARGIN = 0.1
 """In standard deviations of logits: what they are off in the mean; what a token may be behind that of transformers."""
 
@@ -89,9 +89,9 @@ def test_on_cuda(built: Built, tmp_path: Path) -> None:
     expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
     tokens = {key: x[0].tolist() for key, x in ids.items()}
     engine, share = build_again(built.compiled, tmp_path / "engine"), nearest(built.compiled)
-    with gpu_for(engine) as device:
-        alone = engines.Packed(executor_for(engine, device), tokens).run(BOTH)
-        mixed = engines.Packed(executor_for(engine, device), tokens).run(MIXED)
+    with gpu_for(engine):
+        alone = packed_logits(engine, tokens, BOTH)
+        mixed = packed_logits(engine, tokens, MIXED)
         for key, logits in alone.items():
             assert distance(logits, expected[key], share) < CUDA_DISTANCE
             assert np.array_equal(mixed[key], logits[: len(mixed[key])])

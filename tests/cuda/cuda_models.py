@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engines
 import numpy as np
 import pytest
 from driver import fake_gpu
@@ -14,8 +15,7 @@ from llmc.compiler import api
 from llmc.compiler.api import Compiled
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.cuda.build import kernels_of
-from llmc.runtime import devices
-from llmc.runtime.devices.cuda.driver import CudaDevice
+from llmc.runtime.devices import open_cuda
 from llmc.runtime.devices.cuda.executor import CudaExecutor
 from llmc.runtime.engine import Engine, load_engine
 
@@ -34,18 +34,27 @@ def build_again(compiled: Compiled, engine: Path, **options: Any) -> Engine:
 
 
 @contextlib.contextmanager
-def gpu_for(engine: Engine) -> Iterator[CudaDevice]:
-    """The stand-in driver with the engine's kernels, and the one device that LLM finds there."""
+def gpu_for(engine: Engine) -> Iterator[None]:
+    """The stand-in driver with the engine's kernels."""
     kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90).values()
-    with fake_gpu(kernels, mode="plain"), pytest.MonkeyPatch.context() as patch:
-        device = CudaDevice()
-        patch.setattr(devices, "_devices", [device])
-        yield device
+    with fake_gpu(kernels, mode="plain"):
+        yield
 
 
-def executor_for(engine: Engine, device: CudaDevice) -> CudaExecutor:
-    """One with room for the requests of `engines.Packed`."""
-    return CudaExecutor(engine, device, num_blocks=16)
+@contextlib.contextmanager
+def executor_for(engine: Engine) -> Iterator[CudaExecutor]:
+    """One on a device of its own, with room for the requests of `engines.Packed`."""
+    executor = CudaExecutor(engine, open_cuda(), num_blocks=16)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def packed_logits(engine: Engine, tokens: dict[str, list[int]], steps: Any) -> dict[str, NDArray[np.float32]]:
+    """Logits of each request; see `engines.Packed`."""
+    with executor_for(engine) as executor:
+        return engines.Packed(executor, tokens).run(steps)
 
 
 def distance(found: NDArray[np.float32], wanted: NDArray[np.float32], share: float = 1.0) -> float:

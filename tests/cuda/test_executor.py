@@ -127,8 +127,7 @@ def test_a_tree_of_drafts_through_the_driver(built: Built) -> None:
     tokens, other = ids[0].tolist(), 99
     expected = expected_logits(built.model, ids)[0].numpy()
     aside = torch.cat([ids[:, :15], torch.tensor([[other]])], 1)
-    with gpu_for(built.engine) as device:
-        executor = executor_for(built.engine, device)
+    with gpu_for(built.engine), executor_for(built.engine) as executor:
         assert distance(executor.step(batch(tokens[:14], 0)), expected) < 0.03
         rows = [tokens[14], other, *tokens[15:17]]
         found = executor.step(batch(rows, 14, (14, 15, 15, 16), (0b1, 0b11, 0b101, 0b1101)))
@@ -147,8 +146,7 @@ def test_embeddings_through_the_driver(built: Built) -> None:
     ids = random_ids(CONFIG, a=20)["a"]
     with torch.no_grad():
         expected = built.model.model(input_ids=ids, use_cache=False).last_hidden_state[0].numpy()
-    with gpu_for(built.engine) as device:
-        executor = executor_for(built.engine, device)
+    with gpu_for(built.engine), executor_for(built.engine) as executor:
         logits = executor.step(batch(ids[0].tolist(), 0)).copy()
         rows, same = executor.embed(batch(ids[0].tolist(), 0), logits=True)
         assert distance(rows, expected) < 0.03

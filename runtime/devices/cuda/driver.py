@@ -146,7 +146,6 @@ class CudaDevice:
             module = self._call("cuModuleLoadData", image)
             self._owned.modules.append(module)
             self._functions[name] = self._call("cuModuleGetFunction", module, name.encode())
-            self._shared.pop(name, None)  # an engine before had a function of this name, and asked for that one
 
     def run(self, launches: Sequence[Launch]) -> None:
         """Launch kernels; their params are copied by the driver."""
