@@ -21,12 +21,21 @@ VARIANTS = {
     "llama-int4": ("llama", {"quantization": "rtn:group=32"}),
     "llama-int8": ("llama", {"quantization": "rtn:bits=8,group=32"}),
     "llama-w8a8": ("llama", {"quantization": "smoothquant", **CALIBRATED}),
+    "llama-fp8": ("llama", {"quantization": "fp8:scale=tensor,inputs=fp8"}),
     "llama-f16": ("llama", {"dtype": "float16"}),
     "llama-kv-f16": ("llama", {"kv_dtype": "float16"}),
     "llama-kv-fp8": ("llama", {"kv_dtype": "float8_e4m3"}),
+    "llama-kv-int8": ("llama", {"kv_dtype": "int8"}),
     "gemma-int8": ("gemma", {"quantization": "rtn:bits=8,group=0"}),
+    "gemma2-kv-int8": ("gemma2", {"kv_dtype": "int8"}),
+    "bloom-kv-fp8": ("bloom", {"kv_dtype": "float8_e4m3"}),
+    "mixtral-int4": ("mixtral", {"quantization": "rtn:group=32"}),
+    "mixtral-w8a8": ("mixtral", {"quantization": "smoothquant", **CALIBRATED}),
+    "gpt_oss-f16-int4": ("gpt_oss", {"dtype": "float16", "quantization": "rtn:group=16,sym=false"}),
+    "gpt_oss-kv-int8": ("gpt_oss", {"kv_dtype": "int8"}),
+    "deepseek_v3-kv-int8": ("deepseek_v3", {"kv_dtype": "int8", "quantization": "rtn:bits=8,group=32"}),
 }
-FAR = {"llama-w8a8": 0.08}
+FAR = {"llama-w8a8": 0.08, "mixtral-w8a8": 0.08, "llama-fp8": 0.15}
 """What is allowed where bfloat16 may round inputs to other codes."""
 
 
