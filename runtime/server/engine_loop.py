@@ -169,6 +169,7 @@ class EngineLoop:
             salt=options.salt,
             adapter=options.adapter,
             constraint=options.constraint,
+            priority=options.priority,
         )
 
     def _abort(self, ticket: Ticket) -> None:

@@ -27,7 +27,8 @@ SHOWN = ("the model computed logits that are not finite", "no token is allowed")
 class TicketOptions:
     """``salt``: who shares the prefix cache. ``pooling``: an embedding is wanted, not a text.
 
-    ``adapter``: that of the model, by name. ``constraint``: that of the parameters, compiled.
+    ``adapter``: that of the model, by name. ``constraint``: that of the parameters, compiled. ``priority``: a lower one
+    is served earlier. ``timeout``: seconds until the answer is given up, unless the server's own are fewer.
     """
 
     chat: bool = False
@@ -36,6 +37,8 @@ class TicketOptions:
     adapter: str | None = None
     pooling: str | None = None
     constraint: TokenConstraint | None = None
+    priority: int = 0
+    timeout: float | None = None
 
 
 @dataclass(eq=False)

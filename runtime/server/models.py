@@ -223,7 +223,8 @@ class Models:
         """
         now = asyncio.get_running_loop().time()
         engine, options = model.running, replace(options, adapter=model.adapter)
-        job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + self.settings.request_timeout)
+        longest = min(self.settings.request_timeout, options.timeout or self.settings.request_timeout)
+        job = Job(self.metrics, engine.abort, now + self.settings.queue_timeout, now + longest)
         job.tickets += [Ticket(job, i, prompt, params, options) for i, prompt in enumerate(prompts)]
         if self.tracing is not None:
             self.tracing.note(model.name, job)

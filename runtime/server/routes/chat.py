@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from llmc.errors import RequestError
 from llmc.runtime.constraints import ConstraintSpec
+from llmc.runtime.constraints.base import TokenConstraint
 from llmc.runtime.output import Completion, RequestOutput
 from llmc.runtime.request import FinishReason, SamplingParams
 from llmc.runtime.server import shapes
@@ -42,9 +43,7 @@ async def chat_completions(request: Request) -> Response:
     params = _params(body, spec, tools)
     compiled = await models.compile(model, spec, names)
     prompt = await encode(models, model, body, tools.offered)
-    options = TicketOptions(
-        chat=True, streams=bool(body.stream), salt=salt(request, body.cache_salt), constraint=compiled
-    )
+    options = ticket_options(request, body, compiled, chat=True)
     job = models.submit(model, [prompt], params, options)
     answer = _Answer(model, body, tools)
     if not body.stream:
@@ -59,6 +58,18 @@ async def chat_completions(request: Request) -> Response:
 def salt(request: Request, own: str | None) -> str:
     """Who shares the prefix cache with whom: the clients of one key, or of one salt among these."""
     return f"{request.scope.get('llmc.key', '')}/{own or ''}"
+
+
+def ticket_options(request: Request, body: Any, compiled: TokenConstraint | None, *, chat: bool) -> TicketOptions:
+    """What the body of a chat, of prompts or of a response says besides parameters."""
+    return TicketOptions(
+        chat=chat,
+        streams=bool(body.stream),
+        salt=salt(request, body.cache_salt),
+        constraint=compiled,
+        priority=body.priority or 0,
+        timeout=body.timeout,
+    )
 
 
 async def finish_first(request: Request, job: Job) -> None:

@@ -17,9 +17,9 @@ from llmc.runtime.request import SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.body import read
 from llmc.runtime.server.errors import ApiError, JsonResponse, from_request_error
-from llmc.runtime.server.job import Job, TicketOptions
+from llmc.runtime.server.job import Job
 from llmc.runtime.server.models import Model, Models
-from llmc.runtime.server.routes.chat import finish_first, salt
+from llmc.runtime.server.routes.chat import finish_first, ticket_options
 from llmc.runtime.server.schema.completions import CompletionRequest
 from llmc.runtime.server.settings import MAX_SEQUENCES_OF_A_REQUEST
 from llmc.runtime.server.stream import EventStream, finish
@@ -38,7 +38,7 @@ async def completions(request: Request) -> Response:
         raise ApiError(400, f"{message} {MAX_SEQUENCES_OF_A_REQUEST} sequences", param="n")
     compiled = await models.compile(model, spec, names)
     prompts = await encode_prompts(models, model, body.prompt)
-    options = TicketOptions(streams=bool(body.stream), salt=salt(request, body.cache_salt), constraint=compiled)
+    options = ticket_options(request, body, compiled, chat=False)
     job = models.submit(model, prompts, params, options)
     answer = _Answer(model, body, prompts)
     if not body.stream:

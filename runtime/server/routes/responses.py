@@ -16,9 +16,9 @@ from llmc.runtime.request import FinishReason, SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.body import read
 from llmc.runtime.server.errors import JsonResponse, from_request_error
-from llmc.runtime.server.job import Job, TicketOptions
+from llmc.runtime.server.job import Job
 from llmc.runtime.server.models import Model, Models
-from llmc.runtime.server.routes.chat import encode, finish_first, salt
+from llmc.runtime.server.routes.chat import encode, finish_first, ticket_options
 from llmc.runtime.server.schema.responses import ResponseRequest
 from llmc.runtime.server.stream import EventStream, finish
 
@@ -31,9 +31,7 @@ async def responses(request: Request) -> Response:
     spec, params = _params(body)
     compiled = await models.compile(model, spec, {"json_schema": "text", "json_object": "text"})
     prompt = await encode(models, model, body)
-    options = TicketOptions(
-        chat=True, streams=bool(body.stream), salt=salt(request, body.cache_salt), constraint=compiled
-    )
+    options = ticket_options(request, body, compiled, chat=True)
     job = models.submit(model, [prompt], params, options)
     answer = _Answer(model, body)
     if not body.stream:

@@ -33,6 +33,13 @@ Metadata = Annotated[
 Salt = Annotated[
     str, Field(min_length=1, max_length=256, description="Only requests with the same salt share their prefixes.")
 ]
+Priority = Annotated[
+    int, Field(ge=0, le=100, description="Default 0; a higher one lets others go first, though not for ever.")
+]
+Timeout = Annotated[
+    float,
+    Field(gt=0, le=86400, description="Seconds until the answer is given up, if that is less than the server's own."),
+]
 ModelName = Annotated[str, Field(min_length=1, max_length=128, description="One of /v1/models; default: the first.")]
 
 
@@ -90,6 +97,8 @@ class SamplingFields(IgnoredFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Salt | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llmc.runtime.request import INT32_MAX
-from llmc.runtime.server.schema.base import IgnoredFields, ModelName, Salt, Strict, bounded
+from llmc.runtime.server.schema.base import IgnoredFields, ModelName, Priority, Salt, Strict, Timeout, bounded
 from llmc.runtime.server.schema.chat import Message, Role, TemplateVariables
 from llmc.runtime.server.schema.constraints import Schema
 
@@ -66,6 +66,8 @@ class ResponseRequest(IgnoredFields):
     stream: bool | None = None
     chat_template_kwargs: TemplateVariables | None = None
     cache_salt: Salt | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
     truncation: Literal["disabled"] | None = None
 
     @property

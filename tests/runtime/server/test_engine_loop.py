@@ -25,11 +25,12 @@ def run(llm: Any, work: Callable[[EngineLoop, Callable[..., Job]], Coroutine[Any
     async def main() -> None:
         loop = EngineLoop(llm, asyncio.get_running_loop(), 8, lambda: failures.append("failed"))
 
-        def submit(prompt: list[int], streams: bool = True, **params: Any) -> Job:
+        def submit(prompt: list[int], streams: bool = True, priority: int = 0, **params: Any) -> Job:
             now = asyncio.get_running_loop().time()
             job = Job(Metrics(), loop.abort, now + 60, now + 60)
             values = {"max_tokens": 6, "ignore_eos": True} | params
-            job.tickets.append(Ticket(job, 0, prompt, SamplingParams(**values), TicketOptions(streams=streams)))
+            options = TicketOptions(streams=streams, priority=priority)
+            job.tickets.append(Ticket(job, 0, prompt, SamplingParams(**values), options))
             loop.submit(job)
             return job
 
@@ -79,6 +80,23 @@ def test_mth_13_numbers_that_are_not_finite_are_an_error_of_their_request(kit: A
         assert len((await good.results())[0].token_ids) == 6
 
     assert run(kit.llm(model), work) == []
+
+
+def test_who_is_in_no_hurry_lets_others_go_first(kit: Any) -> None:
+    async def work(loop: EngineLoop, submit: Callable[..., Job]) -> None:
+        loop.pause(True)
+        done: list[int] = []
+
+        async def wait(priority: int, job: Job) -> None:
+            await job.results()
+            done.append(priority)
+
+        waiting = [wait(p, submit([8], streams=False, priority=p)) for p in (3, 0, 1)]
+        loop.pause(False)
+        await asyncio.gather(*waiting)
+        assert done == [0, 1, 3]
+
+    assert run(kit.llm(max_sequences=1), work) == []
 
 
 def test_an_engine_that_fails_again_and_again_is_given_up(kit: Any) -> None:

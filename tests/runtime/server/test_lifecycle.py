@@ -197,6 +197,8 @@ def test_deadlines(start: Any, served: Any) -> None:
     with start("--max-sequences", "1", "--queue-timeout", "300", "--request-timeout", "5") as server:
         bodies = [{"prompt": "z", "max_tokens": 510, "ignore_eos": True, "n": 128, "stream": s} for s in (True, False)]
         reader = paused(server, bodies[0])
+        hurried = server.post("/v1/completions", {"prompt": "m", "timeout": 0.2})
+        assert (hurried.status_code, hurried.json()["error"]["code"]) == (504, "request_timeout")
         assert server.post("/v1/completions", bodies[1]).status_code == 504
         last = reader.wait().rstrip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_timeout"
