@@ -170,6 +170,25 @@ LLMC_INLINE std::uint8_t encode(float x, e4m3) {
   return static_cast<std::uint8_t>((bits >> 24 & 0x80) | (magnitude < 0x3c800000 ? subnormal : normal));
 }
 
+// What a magnitude of the code of x stands for.
+LLMC_INLINE float decoded(float x, e4m3) {
+  const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
+  const std::uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) & ~0xfffffu;
+  const float subnormal = std::bit_cast<float>(magnitude) + 0x1p14f - 0x1p14f;
+  return magnitude < 0x3c800000 ? subnormal : std::bit_cast<float>(normal);
+}
+
+// By what codes of a row have to be multiplied, so that their error has no part along the row; sums of exact products.
+inline float along(const float* x, std::int64_t n, float inverse) {
+  double own[4] = {}, shared[4] = {};
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float y = std::abs(x[i] * inverse);
+    own[i % 4] += static_cast<double>(y) * y;
+    shared[i % 4] += static_cast<double>(y) * decoded(y, e4m3{});
+  }
+  return static_cast<float>((own[0] + own[1] + own[2] + own[3]) / (shared[0] + shared[1] + shared[2] + shared[3]));
+}
+
 // Hadamard's matrix / sqrt(n) times x, n a power of two; `other` has room for n. Each stage adds and subtracts
 // neighbours, sums to the front.
 inline void rotate_block(float* x, std::int64_t n, float* other) {
@@ -233,7 +252,9 @@ float encode_row(const float* x, std::int64_t n, std::uint8_t* codes) {
   }
   const float inverse = kMost / most;
   for (std::int64_t i = 0; i < n; ++i) codes[i] = encode(x[i] * inverse, T{});
-  return most / kMost;
+  const float scale = most / kMost;
+  if constexpr (std::is_same_v<T, e4m3>) return scale * along(x, n, inverse);
+  return scale;
 }
 
 struct GroupScale {

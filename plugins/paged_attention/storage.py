@@ -52,7 +52,8 @@ def round_trip(x: Array, dtype: str, *, keys: bool, center: Array | None = None,
 
     - bfloat16, float16: rounded to nearest, ties to even.
     - int8: scale = max|x| / 127, code = x * (127 / max|x|) rounded to nearest even; a scale for each row.
-    - float8_e4m3: the same with 448 in place of 127 and codes of E4M3.
+    - float8_e4m3: the same with 448 in place of 127 and codes of E4M3, y -> c; then the scale is multiplied by
+      sum(y y) / sum(y c), so that the error has no part along the row, which alone would change its attention most.
     - int4: for each 64 dims step = (max - min) / 15 and min, both rounded to float16, code = (x - min) * (1 / step)
       rounded and clamped to 0 .. 15; the number is step * code + min. Keys have codes of 5 bits, 0 .. 31: with 4 they
       cost a small model 3 % of perplexity, values 0.2 %.
@@ -111,8 +112,12 @@ def _scaled(x: Array, dtype: str) -> Array:
     inverse = most / np.where(stored, largest, 1)
     scale = np.where(stored, largest / most, np.where(finite, 0, np.nan)).astype(np.float32)
     y = (np.where(stored, x, 0) * inverse).astype(np.float32)
-    codes = _rounded(y, "float8_e4m3fn") if dtype == "float8_e4m3" else np.rint(y)
-    return codes * scale
+    if dtype == "int8":
+        return np.rint(y) * scale
+    codes = _rounded(y, "float8_e4m3fn")
+    exact = y.astype(np.float64)
+    own, shared = (exact * exact).sum(-1, keepdims=True), (exact * codes).sum(-1, keepdims=True)
+    return codes * (scale * np.divide(own, shared, out=np.ones_like(own), where=stored).astype(np.float32))
 
 
 def _int4(x: Array, most: int) -> Array:

@@ -65,9 +65,22 @@ DEV float encode(const float* x, KV* to, int dims, int width) {
     factor = stored ? LARGEST_CODE<KV> / most : 0.0f;
     scale = stored ? most / LARGEST_CODE<KV> : finite ? 0.0f : uint_as_float(0x7fc00000u);
   }
+  float own = 0.0f, shared = 0.0f;
   UNROLL for (int i = 0; i < COUNT; ++i) {
     int d = lane + 32 * i;
-    if (d < width) to[d] = round_to<KV>(d >= dims || factor == 0.0f ? 0.0f : x[i] * factor);
+    if (d >= width) continue;
+    float y = d >= dims || factor == 0.0f ? 0.0f : x[i] * factor;
+    KV code = round_to<KV>(y);
+    to[d] = code;
+    if constexpr (SAME<KV, E4M3>) {
+      own = fma_(y, y, own);
+      shared = fma_(y, to_f(code), shared);
+    }
+  }
+  if constexpr (SAME<KV, E4M3>) {
+    own = warp_sum(own);
+    shared = warp_sum(shared);
+    if (factor != 0.0f) scale *= own / shared;  // the error has no part along the row
   }
   return scale;
 }

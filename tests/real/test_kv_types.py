@@ -14,8 +14,8 @@ from llmc.plugins.paged_attention.storage import bytes_per_position
 pytestmark = pytest.mark.real_model
 
 MODEL, WINDOW, WINDOWS = "SmolLM2-135M-Instruct-bfloat16", 512, 8
-LARGEST_RISE = {"int8": 0.001, "fp8": 0.01, "int4": 0.02}
-"""Of the perplexity. fp8: the three bits of mantissa are what it costs; no scale changes that."""
+LARGEST_RISE = {"int8": 0.001, "fp8": 0.005, "int4": 0.02}
+"""Of the perplexity."""
 
 KV_HEADS, LAYERS, DIM = 3, 30, 64
 
