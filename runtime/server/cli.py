@@ -81,13 +81,13 @@ def serve(
         from llmc.runtime.server.serve import Server, raise_file_limit
     except ModuleNotFoundError as problem:
         raise UsageError(EXTRA.format(problem.name)) from None
+    tracing = _tracing() if settings.otel else None
     for path in paths.values():
         check_device(path)
     raise_file_limit()
     logs = Logs(settings.log_format, settings.log_level)
     try:
         metrics = Metrics(logs)
-        tracing = _tracing() if settings.otel else None
         models = Models(paths, load_engine, settings, metrics, tracing)
         metrics.watch(models.all)
         try:

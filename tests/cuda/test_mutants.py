@@ -1,4 +1,4 @@
-"""A few mistakes planted in kernels are found by their tests; build_scripts/cuda_mutate.py plants more."""
+"""A mistake planted in a kernel is found by its tests; build_scripts/cuda_mutate.py plants more."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_few_mistakes_are_found() -> None:
+def test_a_mistake_is_found() -> None:
     """Of another process: mistakes run in copies of it."""
     command = [sys.executable, "-P", ROOT / "build_scripts/cuda_mutate.py", "--quick"]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True)

@@ -9,7 +9,7 @@ import engines
 import numpy as np
 
 from llmc import LLM, SamplingParams
-from llmc.runtime.llm import MAX_LOGIT_BYTES
+from llmc.runtime.kv_budget import MAX_LOGIT_BYTES
 
 VOCABULARY = 150_000
 
