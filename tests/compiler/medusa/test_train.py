@@ -132,7 +132,8 @@ from llmc.compiler.medusa.settings import HeadTraining
 settings = HeadTraining(**{SETTINGS!r}, prompts=Path({str(prompts)!r}), learning_rate=0.01)
 train_medusa({str(model)!r}, {str(tmp_path / "heads")!r}, settings, threads=1)
 """
-    dead = subprocess.run([sys.executable, "-P", "-c", code, "training heads", "7"], capture_output=True, timeout=600)
+    command = [sys.executable, "-P", "-c", code, "training heads", "7"]
+    dead = subprocess.run(command, capture_output=True, timeout=600)
     assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     assert not (tmp_path / "heads").exists()
     assert (tmp_path / ".heads.llmc-train/engine/engine.json").exists()
@@ -160,7 +161,8 @@ from llmc.compiler.config import BuildConfig
 config = BuildConfig(medusa=Path({str(trained[0])!r}), **{options!r})
 build_engine({str(model)!r}, {str(tmp_path / "engine")!r}, config, progress=Progress())
 """
-    dead = subprocess.run([sys.executable, "-P", "-c", code, "measuring Medusa heads", "2"], capture_output=True, timeout=600)
+    command = [sys.executable, "-P", "-c", code, "measuring Medusa heads", "2"]
+    dead = subprocess.run(command, capture_output=True, timeout=600)
     assert dead.returncode == -signal.SIGKILL, dead.stderr.decode()
     assert not (tmp_path / "engine").exists()
     config = BuildConfig(medusa=trained[0], **options)
