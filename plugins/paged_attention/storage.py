@@ -117,7 +117,8 @@ def _scaled(x: Array, dtype: str) -> Array:
     codes = _rounded(y, "float8_e4m3fn")
     exact = y.astype(np.float64)
     own, shared = (exact * exact).sum(-1, keepdims=True), (exact * codes).sum(-1, keepdims=True)
-    return codes * (scale * np.divide(own, shared, out=np.ones_like(own), where=stored).astype(np.float32))
+    along = np.divide(own, shared, out=np.ones_like(own), where=stored).astype(np.float32)
+    return np.asarray(codes * (scale * along), np.float32)
 
 
 def _int4(x: Array, most: int) -> Array:
