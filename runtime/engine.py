@@ -160,12 +160,13 @@ def kv_bytes_per_token(plan: Plan, spec: KvCacheSpec) -> int:
     return sum(s.kv_heads * bytes_per_position(spec.dtype, s.key_dim, s.value_dim) for s in plan.kv_slots)
 
 
-def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine:
+def load_engine(path: Path | str, *, expect_digest: str | None = None, read_weights: bool = True) -> Engine:
     """Open an engine and verify all of it.
 
     Args:
         path: the engine directory.
         expect_digest: ``sha256:`` and the hex digest that engine.json must have, or None.
+        read_weights: verify what is in the files of weights, too; else only which tensors they have.
 
     Raises:
         EngineError: missing, damaged, of another format, or built for another target.
@@ -179,7 +180,7 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
         manifest = Manifest.from_bytes(text, str(path / manifest_file.NAME))
         _require(manifest, path)
         texts = {}
-        with _mapped_weights(directory, WEIGHTS, manifest.files[WEIGHTS], path) as (mapped, header):
+        with _mapped_weights(directory, WEIGHTS, manifest, path, read_weights) as (mapped, header):
             for name in sorted(manifest.files.keys() - {WEIGHTS, heads_file.WEIGHTS, eagle_file.WEIGHTS}):
                 content = _read_small(directory, name, path)
                 _check(content, manifest.files[name], path / name)
@@ -188,17 +189,19 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None) -> Engine
             shapes = {weight.name: (weight.dtype, weight.shape) for weight in weights.values()}
             plan = plan_file.from_bytes(texts.pop(plan_file.NAME), shapes, manifest.limits, str(path / plan_file.NAME))
         heads = eagle = None
-        if (own := _own_weights(directory, manifest, path, heads_file.FILES, "Medusa heads")) is not None:
+        if (own := _own_weights(directory, manifest, path, heads_file.FILES, "Medusa heads", read_weights)) is not None:
             files = texts[heads_file.PLAN], texts[heads_file.TREE]
             heads = heads_file.read_heads(*files, own, weights, manifest.limits, str(path))
-        if (own := _own_weights(directory, manifest, path, eagle_file.FILES, "an EAGLE layer")) is not None:
+        if (
+            own := _own_weights(directory, manifest, path, eagle_file.FILES, "an EAGLE layer", read_weights)
+        ) is not None:
             files, vocabulary = (texts[eagle_file.PLAN], texts[eagle_file.SPEC]), manifest.model.vocab_size
             eagle = eagle_file.read_eagle(*files, own, weights, plan, vocabulary, manifest.limits, str(path))
     return Engine(path, manifest, plan, weights, digest, texts, mapped, heads, eagle)
 
 
 def _own_weights(
-    directory: int, manifest: Manifest, path: Path, files: tuple[str, str, str], what: str
+    directory: int, manifest: Manifest, path: Path, files: tuple[str, str, str], what: str, read: bool
 ) -> dict[str, Weight] | None:
     """Those of a part of the engine that has a plan, weights and another file; None if it isn't there."""
     missing = [name for name in files if name not in manifest.files]
@@ -206,7 +209,7 @@ def _own_weights(
         return None
     if missing:
         raise EngineError(f"{path}: has {what}, but no {missing[0]}; build the engine anew")
-    with _mapped_weights(directory, files[1], manifest.files[files[1]], path) as (mapped, header):
+    with _mapped_weights(directory, files[1], manifest, path, read) as (mapped, header):
         return _views(mapped, header)
 
 
@@ -308,12 +311,14 @@ def _check_digest(found: str, expected: FileEntry, path: Path) -> None:
 
 
 @contextmanager
-def _mapped_weights(directory: int, name: str, expected: FileEntry, path: Path) -> Iterator[tuple[mmap.mmap, Header]]:
-    """The digest is computed in another thread meanwhile, and compared at the end.
+def _mapped_weights(
+    directory: int, name: str, manifest: Manifest, path: Path, read: bool
+) -> Iterator[tuple[mmap.mmap, Header]]:
+    """The digest, if the file is to be ``read``, is computed in another thread meanwhile, and compared at the end.
 
     The size is checked before the file is mapped: a mapping that is longer than its file crashes when it is read.
     """
-    where = path / name
+    where, expected = path / name, manifest.files[name]
     with _open(directory, name, path) as fd:
         if (size := os.fstat(fd).st_size) != expected.size:
             raise EngineError(f"{where}: expected {expected.size} bytes, found {size}; the file is damaged")
@@ -322,6 +327,9 @@ def _mapped_weights(directory: int, name: str, expected: FileEntry, path: Path) 
             raise EngineError(
                 f"{where}: the data begin at byte {header.data_begin}, no multiple of {WEIGHTS_ALIGNMENT}"
             )
+        if not read:
+            yield mmap.mmap(fd, size, prot=mmap.PROT_READ), header
+            return
         found: list[str | OSError] = []
         thread = threading.Thread(target=lambda: found.append(_digest(fd)))
         thread.start()

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmc import debug
-from llmc.errors import UsageError
-from llmc.runtime.engine import read_manifest
+from llmc.errors import EngineError, LlmcError, UsageError
+from llmc.runtime.engine import load_engine, read_manifest
 from llmc.runtime.fusing import fuse_gates
+from llmc.runtime.lora import adapters_of, with_adapters
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from llmc.runtime.batch import Executor
@@ -70,15 +72,32 @@ def open_device(engine: Engine) -> Device | None:
     return _fitting(engine.path, engine.manifest)
 
 
-def check_device(path: Path) -> None:
-    """Find out whether this machine has the device that the engine in a directory is built for; nothing is loaded.
+def check_engine(path: Path, lora: Mapping[str, Path] | None = None) -> None:
+    """Find out whether this machine has the device that an engine is built for, and what adapters there are fit it.
+
+    No weight is read.
 
     Raises:
-        EngineError: as `open_device`, or there is no engine.
+        EngineError: as `open_device`, or there is no engine, or an adapter is damaged, of another model, or has no
+            kernel.
     """
-    manifest = read_manifest(path)
+    manifest, device = read_manifest(path), None
     if manifest.target != "cpu":
-        _fitting(path, manifest).close()
+        device = _fitting(path, manifest)
+    try:
+        if lora:
+            engine = with_adapters(load_engine(path, read_weights=False), adapters_of(lora))
+            if device is not None:
+                from llmc.runtime.devices.cuda import memory, targets
+
+                memory.plan_of(engine, targets.choose(path, manifest, device.capability, device.name))
+    except EngineError:
+        raise
+    except LlmcError as problem:
+        raise EngineError(str(problem)) from problem
+    finally:
+        if device is not None:
+            device.close()
 
 
 def open_cuda() -> Device:

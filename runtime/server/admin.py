@@ -7,12 +7,13 @@ import logging
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmc.errors import LlmcError
+from llmc.errors import LlmcError, ResourceError
 from llmc.runtime.server.app import Endpoint
 from llmc.runtime.server.errors import ApiError, JsonResponse, unavailable
 from llmc.runtime.server.models import Models
 from llmc.runtime.server.routes.models import livez, metrics, readyz
 
+ROOM = "; for a moment there are two: start the server with less gpu_memory or kv_memory, or with --reload-in-place"
 log = logging.getLogger("llmc.serve")
 
 
@@ -51,7 +52,9 @@ async def reload_all(models: Models) -> bool:
         try:
             await models.load(model)
         except (LlmcError, MemoryError, OSError) as problem:
-            log.error("%s: can't be reloaded, the old engine goes on: %s", model.name, problem)  # noqa: TRY400
+            room = ROOM if isinstance(problem, ResourceError) and model.engine is not None else ""
+            goes_on = "there is no engine any more" if model.engine is None else "the old engine goes on"
+            log.error("%s: can't be reloaded, %s: %s%s", model.name, goes_on, problem, room)  # noqa: TRY400
             good = False
     return good
 

@@ -58,8 +58,8 @@ def serve(
     llmc serve --model small=a/ --model large=b/
 
     SIGTERM lets running requests end, a second one ends them; SIGHUP loads the engines anew. Exit codes as elsewhere:
-    4 at once, before anything listens, if there is no engine or no device that it is built for; 5 also if an engine
-    fails while it serves, for a supervisor to start it again.
+    4 at once, before anything listens, if there is no engine, no device that it is built for, or an adapter does not
+    fit; 5 also if an engine fails while it serves, for a supervisor to start it again.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     from llmc.runtime.tool_calls import find_format
 
@@ -74,7 +74,7 @@ def serve(
         return load(path, lora=adapters if path is first else None, **values)
 
     try:
-        from llmc.runtime.devices import check_device
+        from llmc.runtime.devices import check_engine
         from llmc.runtime.server.logs import Logs
         from llmc.runtime.server.metrics import Metrics
         from llmc.runtime.server.models import Models
@@ -83,7 +83,7 @@ def serve(
         raise UsageError(EXTRA.format(problem.name)) from None
     tracing = _tracing() if settings.otel else None
     for path in paths.values():
-        check_device(path)
+        check_engine(path, adapters if path is first else None)
     raise_file_limit()
     logs = Logs(settings.log_format, settings.log_level)
     try:

@@ -170,21 +170,37 @@ class Models:
     async def load(self, model: Model) -> None:
         """Load the engine of a model, or a new one in place of the old, which ends once its requests have.
 
+        With `Settings.reload_in_place` that comes first.
+
         Raises:
-            LlmcError: it can't be loaded; the old one stays.
+            LlmcError: it can't be loaded; the old one stays, or if that has ended, the server has failed.
         """
         async with self._reloading:
-            llm = await asyncio.to_thread(self._load, model.path)
             old, events = model.engine, asyncio.get_running_loop()
+            if old is not None and self.settings.reload_in_place:
+                model.engine = None  # new requests get 503
+                await asyncio.shield(self._retire(old))
+            try:
+                llm = await asyncio.to_thread(self._load, model.path)
+            except BaseException:
+                if old is not None and model.engine is None:
+                    self._failed()  # nothing is left to serve
+                raise
             model.engine = EngineLoop(llm, events, self.settings.max_queue, self._failed)
             log.info("%s: loaded %s", model.name, model.path)
             if (memory := getattr(llm.executor, "memory", None)) is not None:
                 log.info("%s: takes %s", model.name, memory)
             if old is not None:
                 model.engine.pause(old.paused)
-                task = asyncio.create_task(_retire(old))
-                self._retired[task] = old
-                task.add_done_callback(lambda done: self._retired.pop(done, None))
+                if not self.settings.reload_in_place:
+                    self._retire(old)
+
+    def _retire(self, engine: EngineLoop) -> asyncio.Task[None]:
+        """Let an engine end once its requests have."""
+        task = asyncio.create_task(_ended(engine))
+        self._retired[task] = engine
+        task.add_done_callback(lambda done: self._retired.pop(done, None))
+        return task
 
     def _failed(self) -> None:
         self.on_failure()
@@ -237,7 +253,8 @@ class Models:
         Raises:
             ApiError: 503, one is being loaded or has failed.
         """
-        for engine in [*(model.running for model in self.all.values()), *self._retired.values()]:
+        models = [model for model in self.all.values() if model.engine is not None or not self._retired]
+        for engine in [*(model.running for model in models), *self._retired.values()]:
             engine.pause(paused)
 
     def end_all(self, problem: ApiError) -> None:
@@ -255,7 +272,7 @@ class Models:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _retire(engine: EngineLoop) -> None:
+async def _ended(engine: EngineLoop) -> None:
     while not engine.idle:
         await asyncio.sleep(0.05)
     await engine.stop()

@@ -52,6 +52,11 @@ class Settings:
     tool_parser: str | None = _option(None, "Format of calls of functions. [default: by the chat template]")
     admin_listen: str | None = _option(None, "HOST:PORT of a listener for pause, resume, reload, cache reset.")
     admin_api_key: str | None = _option(None, "Its key; required with --admin-listen.")
+    reload_in_place: bool = _option(
+        False,
+        "A reload ends the old engine before it loads the new one, for devices without room for two; new requests get "
+        "503 meanwhile.",
+    )
     otel: bool = _option(False, "Send spans of requests by OTLP, to where the standard OTEL_* variables say.")
     log_format: str = _option("plain", "plain or json: a line for each request, without prompts.")
     log_level: str = _option("info", "error, warning, info or debug.")

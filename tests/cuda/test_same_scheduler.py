@@ -1,5 +1,6 @@
 """What the CPU's executor does for the scheduler, that for CUDA does too: adapters, drafts, prefixes, embeddings."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,6 +141,9 @@ def test_an_adapter_of_the_head_is_refused(built: Built, emulated: list[Emulated
     message = r"\(lora of lm_head\): there is no kernel .* result is float32; merge it into the model: llmc build"
     with pytest.raises(LlmcError, match=message):
         LLM(built.engine.path, lora={"head": tmp_path / "head"})
+    arguments = ["serve", str(built.engine.path), "--port", "0", "--lora", f"head={tmp_path / 'head'}"]
+    failed = CliRunner().invoke(cli, arguments).exception  # before anything listens
+    assert isinstance(failed, EngineError) and re.search(message, str(failed))
 
 
 def test_without_the_bindings(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:

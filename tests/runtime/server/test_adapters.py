@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
 from llmc.__main__ import cli
-from llmc.errors import UsageError
+from llmc.errors import EngineError, UsageError
 
 
 def write_adapter(folder: Path, model: Path, after: int, following: int) -> Path:
@@ -55,6 +55,20 @@ def test_names_of_adapters() -> None:
         result = CliRunner().invoke(cli, ["serve", "some/e", *arguments])
         assert isinstance(result.exception, UsageError)
         assert message in str(result.exception)
+
+
+def test_an_adapter_that_does_not_fit_is_told_before_listening(served: Any, tmp_path: Path) -> None:
+    """Without reading the weights, and with one exit code for whatever is wrong with it."""
+    (tmp_path / "empty").mkdir()
+    adapter = write_adapter(tmp_path / "other", served.engine.parent / "model", 3, 4)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    narrow = {name: tensor[:, :-1].copy() if "lora_A" in name else tensor for name, tensor in tensors.items()}
+    save_file(narrow, adapter / "adapter_model.safetensors")
+    for folder, message in (("empty", "adapter_config.json"), ("other", "lm_head adapts a weight [")):
+        arguments = ["serve", str(served.engine), "--port", "0", "--lora", f"other={tmp_path / folder}"]
+        failed = CliRunner().invoke(cli, arguments).exception
+        assert isinstance(failed, EngineError) and failed.exit_code == 4
+        assert message in str(failed)
 
 
 def test_llmc_run_with_an_adapter(kit: Any, served: Any, tmp_path: Path) -> None:

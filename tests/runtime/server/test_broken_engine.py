@@ -14,6 +14,7 @@ import pytest
 
 from llmc.errors import ResourceError
 from llmc.runtime.server import shapes
+from llmc.runtime.server.admin import reload_all
 from llmc.runtime.server.engine_loop import MAX_FAILED_STEPS
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.models import Models
@@ -133,3 +134,36 @@ def test_an_engine_that_hangs_is_not_ready(kit: Any) -> None:
         await until(http, "/health", 200)
 
     around(llm, work, stall_timeout=1.5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_reload_for_which_there_is_no_room(kit: Any, in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
+    happened: list[str] = []
+
+    def load(path: Path) -> Any:
+        happened.append("load")
+        if happened.count("load") == 3:
+            raise ResourceError("no room")
+        llm = kit.llm()
+        llm.close = lambda: happened.append("close")
+        return llm
+
+    async def main() -> None:
+        models = Models({"m": Path("m")}, load, Settings(reload_in_place=in_place), Metrics())
+        models.on_failure = lambda: happened.append("failure")
+        (model,) = models.all.values()
+        await models.load(model)
+        await models.load(model)
+        await asyncio.gather(*models._retired)
+        assert happened == (["load", "close", "load"] if in_place else ["load", "load", "close"])
+        assert not await reload_all(models)
+        if in_place:
+            assert happened[3:] == ["close", "load", "failure"]
+            assert "there is no engine any more: no room" in caplog.text
+        else:
+            assert happened[3:] == ["load"]
+            assert "the old engine goes on: no room; for a moment there are two: start the server with" in caplog.text
+        await models.close()
+
+    with caplog.at_level("ERROR", "llmc.serve"):
+        asyncio.run(main())
