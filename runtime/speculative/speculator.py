@@ -74,8 +74,6 @@ class Speculator:
         queries = self._queries(chunks, budget)
         begin = self._clock()
         trees = self._proposer.propose(list(queries.values())) if queries else []
-        if self._controller is not None and trees:
-            self._controller.proposed(max(max(tree.depths, default=0) for tree in trees), self._clock() - begin)
         chunks = list(chunks)
         for (index, query), tree in zip(queries.items(), trees, strict=True):
             tree.check()
@@ -88,6 +86,8 @@ class Speculator:
                 budget.rows -= len(tree)
                 _extend(query.sequence, chunks[index].stop + len(tree), cache)
         self._step = chunks, self._clock()
+        if self._controller is not None and trees:
+            self._controller.proposed(max(max(tree.depths, default=0) for tree in trees), self._step[1] - begin)
         return chunks
 
     def ran(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, cycle
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ def controller(row: float) -> Controller:
     for rows in (1, 2, 4, 8, 16, 32, 64, 128):
         for _ in range(50):
             made.cost.add(rows, 1 + row * rows)
+    made.proposed(1, 0.0)
     return made
 
 
@@ -32,11 +34,12 @@ def test_cost_is_interpolated_and_never_falls() -> None:
         cost.add(16, 8.0)
         cost.add(64, 5.0)  # cannot be: fewer rows took longer
     assert cost.at(4) == pytest.approx(2)
-    assert cost.at(10) == pytest.approx(5)
-    assert cost.at(16) == cost.at(64) == pytest.approx(8)
+    assert cost.at(10) == pytest.approx(4.25)
+    assert cost.at(16) == cost.at(64) == pytest.approx(6.5)
     assert cost.at(2) < 2 < cost.at(5) < cost.at(15) < cost.at(200)
-    cost.add(4, 1000.0)
-    assert cost.at(4) < 3
+    for _ in range(10):
+        cost.add(4, 1000.0)
+    assert cost.at(4) == pytest.approx(2)
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.001, 8, 16), (0.05, 3, 12), (1.0, 0, 8), (20.0, 0, 0)])
@@ -95,29 +98,48 @@ COSTS = {
 
 
 def simulate(
-    cost: Any, right: float, count: int = 1, level: float = 0.0, noise: float = 0.0, fixed: int | None = None
+    cost: Any,
+    right: float,
+    count: int = 1,
+    level: float = 0.0,
+    noise: float = 0.0,
+    fixed: int | None = None,
+    gains: tuple[float, ...] = (),
+    steps: int = 400,
 ) -> float:
-    """How many times as many tokens a second as without drafts, in 600 steps of ``count`` sequences."""
+    """How many times as many tokens a second as without drafts, in so many steps of ``count`` sequences.
+
+    Args:
+        cost: seconds of rows.
+        right: the share of drafts that are right; of trees with ``gains``, what they give as a part of these.
+        level: seconds of making drafts, for each level of a chain, or at all.
+        noise: steps seem to take up to 1 + 4 * noise times as long, few of them that long.
+        fixed: drafts of each sequence, instead of what a controller says.
+    """
     random = np.random.default_rng(7)
-    chosen, many = Controller(), sequences(count)
+    chosen, many = Controller(gains), sequences(count)
     seconds, tokens = 0.0, 0
-    for _ in range(600):
+    for _ in range(steps):
         nodes = chosen.sizes(many, [8] * count, count) if fixed is None else [fixed] * count
         if any(nodes):
-            seconds += max(nodes) * level
-            chosen.proposed(max(nodes), max(nodes) * level)
+            took = level * (1 if gains else max(nodes))
+            seconds += took
+            chosen.proposed(max(nodes), took)
         rows = count + sum(nodes)
-        took = cost(rows) * (1 + noise * random.random())
+        took = cost(rows)
         seconds += took
-        chosen.ran(rows, took)
+        chosen.ran(rows, took * (1 + 4 * noise * random.random() ** 3))
         for sequence, drafts in zip(many, nodes, strict=True):
             accepted = 0
-            while accepted < drafts and random.random() < right:
-                accepted += 1
+            if gains:
+                accepted = int(random.random() < right * sum(gains[:drafts]))
+            else:
+                while accepted < drafts and random.random() < right:
+                    accepted += 1
             tokens += 1 + accepted
             if drafts:
-                chosen.learn(sequence, drafts, drafts, accepted)
-    return tokens / seconds / (count / cost(count) / (1 + noise / 2))
+                chosen.learn(sequence, drafts, 1 if gains else drafts, accepted)
+    return tokens / seconds / (count / cost(count))
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -131,9 +153,25 @@ def test_never_slower_than_without(name: str) -> None:
             assert found >= 0.8 * max(1.0, best), (right, count, level, best)
 
 
-def test_noise_of_the_clock_costs_little() -> None:
-    for right in (0.0, 0.2, 0.5):
-        assert simulate(COSTS["processor"], right, noise=0.3) >= 0.97
+def measured(rows: int) -> float:
+    """Milliseconds of a step of SmolLM2-135M, bfloat16, one thread; its heads take 5, and 0.35 for each row."""
+    return float(np.interp(rows, [1, 3, 6, 16, 24, 32, 48, 64], [20.6, 22, 23.5, 33, 38, 43, 58, 75]))
+
+
+TREE = (0.33, 0.16, 0.08, 0.06, 0.05)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_nor_with_heads_in_a_batch_or_on_a_busy_machine(noise: float) -> None:
+    """What heads and probes take is part of it, in short runs, too."""
+    for count, steps in ((1, 64), (1, 400), (16, 64), (16, 300)):
+        for share in (0.0, 0.6, 1.0):
+            found = simulate(measured, share, count, 5 + 0.35 * count, noise, gains=TREE, steps=steps)
+            assert found >= 0.97, (count, steps, share)
+    for name, right in (("arithmetic", 0.2), ("arithmetic", 0.9), ("processor", 0.5)):
+        assert simulate(COSTS[name], right, 16, 0.001, noise, steps=300) >= 0.97, (name, right)
+    assert simulate(measured, 1.0, 1, 5.35, noise, gains=TREE) >= 1.03
+    assert simulate(measured, 0.8, 16, 0.01, noise) >= 1.25
 
 
 def test_gains_of_trees_are_measured() -> None:
@@ -143,6 +181,7 @@ def test_gains_of_trees_are_measured() -> None:
     for name, share in (("worse", 0.5), ("as expected", 1.0), ("better", 1.8)):
         random = np.random.default_rng(3)
         chosen, (one,) = Controller(gains), sequences(1)
+        chosen.proposed(1, 0.0)
         found = []
         for _ in range(400):
             (nodes,) = chosen.sizes([one], [8], 1)
@@ -169,7 +208,7 @@ def test_sizes_change_no_result(kit: Any) -> None:
         executor = kit.PagedExecutor(model, config)
         speculator = None
         if ticks is not None:
-            times = iter([sum(ticks[i % len(ticks)] for i in range(n)) for n in range(4000)])
+            times = accumulate(cycle(ticks))
             speculator = Speculator(NgramProposer(), executor, vocab_size=kit.VOCAB, clock=lambda: next(times))
         scheduler = Scheduler(executor, Sampler(), config, speculator=speculator)
         requests = [Request(i, [5 + i, 9], SamplingParams(max_tokens=60), 60) for i in range(3)]
@@ -180,7 +219,7 @@ def test_sizes_change_no_result(kit: Any) -> None:
         return [r.sequences[0].tokens for r in requests], len(executor.batches)
 
     expected, plain = run(None)
-    for ticks in ([0.001], [0.5, 0.001, 3.0], [1e-6, 9.0]):
+    for ticks in ([1e-5, 1e-5, 0.001], [0.5, 0.001, 3.0], [1e-6, 9.0]):
         found, steps = run(ticks)
         assert found == expected
-        assert steps < plain or (steps == plain and len(ticks) > 1)
+        assert steps < plain or (steps == plain and ticks[0] != 1e-5)
