@@ -36,7 +36,7 @@ EXACT = 64
 """Rows up to which each size is a size of its own: a few rows more are what is to be told apart."""
 
 KEPT = 25
-"""Times of steps of a size, of which the median counts: steps are disturbed, and of few one would be believed that was."""
+"""Times of steps of a size, of which the median counts: steps are disturbed, and one of few would be believed."""
 
 
 class StepCost:
