@@ -329,7 +329,8 @@ def _with_kv_constants(
 
 def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, progress: Progress) -> EngineContents:
     """Replace plan and weights, which the CPU has run, by those for the device, and add its kernels."""
-    model = cuda_model(compiled.steps, compiled.target, compiled.limits, compiled.dtype, compiled.kv_dtype)
+    sizes = compiled.limits, compiled.dtype, compiled.kv_dtype
+    model = cuda_model(compiled.steps, compiled.target, *sizes, contents.parts)
     progress.step("compiling kernels")
     for name, content in images(model).items():
         staging.write(name, content)
@@ -341,6 +342,10 @@ def _for_cuda(contents: EngineContents, compiled: Compiled, staging: Staging, pr
         report={**contents.report, **device_facts(compiled, model)},
     )
     progress.step("writing weights for the device", compiled.estimate.weight_bytes)
+    for part, form in model.parts:
+        _, found = part.write(staging, compiled.target, model.lowered.weights, form)
+        section = {**contents.report[part.name], **found}
+        contents = replace(contents, report={**contents.report, part.name: section})
     write_files(staging, contents, progress)
     return contents
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 
 import llmc
 from llmc.compiler import safetensors_writer
+from llmc.compiler.config import Limits as StepLimits
+from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
 from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.staging import Staging
+from llmc.compiler.targets.base import Target
 from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.errors import CompileError
 from llmc.runtime import lora, plan_file, selftest, strict
@@ -24,6 +27,33 @@ from llmc.runtime.lora import Linears
 from llmc.runtime.manifest import KvCacheSpec, Limits, Manifest, ModelFacts
 from llmc.runtime.plan import Plan
 from llmc.runtime.selftest import Golden
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """What drafts tokens for the model, with a plan of its own.
+
+    ``files``: of the plan and of the weights that the model does not have. ``more``: tensors that the plan does not
+    read. ``name``: of its section in the report.
+    """
+
+    name: str
+    files: tuple[str, str]
+    graph: LoweredGraph
+    limits: StepLimits
+    kv_dtype: str
+    more: Sequence[Tensor] = ()
+
+    def write(
+        self, staging: Staging, target: Target, shared: Collection[str], graph: LoweredGraph | None = None
+    ) -> tuple[LoweredModel, dict[str, int]]:
+        """Write the files; returns what was placed, and sizes for the report. ``shared``: weights of the model."""
+        lowered = plan_steps(graph or self.graph, target, self.limits)
+        own = [tensor for name, tensor in lowered.weights.items() if name not in shared] + list(self.more)
+        staging.write(self.files[0], plan_file.to_bytes(lowered.plan))
+        staging.write_stream(self.files[1], safetensors_writer.pieces(safetensors_writer.order(own)))
+        sizes = (sum(tensor.nbytes for tensor in tensors) for tensors in (own, lowered.weights.values()))
+        return lowered, dict(zip(("own_bytes", "read_bytes"), sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,7 @@ class EngineContents:
     recipe: Mapping[str, Any]
     report: Mapping[str, Any]
     linears: Linears
+    parts: tuple[DraftPart, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,18 @@ class Closeable(Protocol):
         ...
 
 
+class PartExecutor(Protocol):
+    """One for a part of an engine that drafts: its plan goes on with what the model has computed."""
+
+    def run_on(self, batch: Batch, name: str, rows: NDArray[np.float32], begin: int = 0) -> NDArray[np.float32]:
+        """Logits; steps from ``begin`` on, and no others, run on these rows as that value. Valid until the next run."""
+        ...
+
+    def features(self) -> NDArray[np.float32]:
+        """Features [T, width] of the last run, the caller's own."""
+        ...
+
+
 @runtime_checkable
 class FeatureExecutor(DraftExecutor, Protocol):
     """One that also gives what a draft layer goes on with."""

@@ -48,7 +48,7 @@ def config_of(
         0 if drafter is None else drafter.kv_bytes_per_token,
         gpu_memory=gpu_memory,
         device=device,
-        drafts=None if drafter is None else drafter.other,
+        drafts=None if drafter is None or device is None else drafter.beside,
     )
     return SchedulerConfig(
         max_seq_len=limits.max_seq_len,
@@ -84,7 +84,7 @@ def blocks_of_cache(
         more_bytes: that somebody else needs for each position.
         gpu_memory: what the engine may take of its device, a share or bytes; see devices/cuda/memory.py.
         device: that the engine runs on, if that is not the CPU.
-        drafts: an engine that runs beside it.
+        drafts: an engine, or a part of this one, that runs beside it.
 
     Raises:
         ResourceError: not even one sequence fits into memory.
@@ -128,7 +128,7 @@ def _blocks_on_device(
     others = (0, 0)
     if drafts is not None and drafts.manifest.target != "cpu":
         arch = targets.choose(drafts.path, drafts.manifest, device.capability, device.name)
-        its = memory.plan_of(drafts, arch)
+        its = memory.plan_of(drafts, arch, engine)
         others = its.fixed, -(-its.block * engine.kv_cache.block_size // its.block_size)
     gpu_memory, kv_memory, num_blocks = given
     free, total = device.memory()

@@ -19,6 +19,8 @@ Attribute = bool | int | float | str
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8, "bool": 1, "uint8": 1}
 """The dtypes of values, and the bytes of an element."""
 
+FLOATS = ("float32", "bfloat16", "float16")
+
 ADAPTER_INPUTS = ("adapters", "row_adapters")
 """More of them, [T] and [N], in plans that runtime/lora.py has added steps to; -1 is none."""
 
@@ -161,7 +163,7 @@ class StateSlot:
 class Plan:
     """Everything an executor needs but the weights. ``logits`` names the output value, float32 [N, vocabulary].
 
-    ``features``: float32 [T, width] values that are there after the last step, too, for a layer that drafts tokens.
+    ``features``: floats [T, width] that are there after the last step, too, for a layer that drafts tokens.
     """
 
     values: tuple[Value, ...]
@@ -194,11 +196,14 @@ class Plan:
         return None
 
     def input_width(self, name: str, rows: Dim) -> int | None:
-        """Of a float32 value [rows, width] of the arena, which can be written from outside; None: there is none."""
+        """Of floats [rows, width] of the arena, which can be written from outside; None: there are none."""
         value = self.value(name) if name in self.names else None
-        if value is None or value.storage is not Storage.ARENA or value.dtype != "float32" or len(value.shape) != 2:
+        if value is None or value.storage is not Storage.ARENA or value.dtype not in FLOATS or len(value.shape) != 2:
             return None
-        return value.shape[1].constant if value.shape[0] == rows and value.shape[1].is_constant else None
+        width = value.shape[1]
+        if value.shape[0] != rows or not width.is_constant or value.strides != (width, Dim(1)):
+            return None
+        return width.constant
 
     @property
     def _by_name(self) -> dict[str, Value]:

@@ -10,7 +10,7 @@ from llmc.errors import EngineError
 from llmc.plugins import Op, all_ops
 from llmc.runtime import strict
 from llmc.runtime.manifest import Limits
-from llmc.runtime.plan import BATCH_INPUTS, DTYPES, MAX_DIMS, Dim, Plan, Storage, Value
+from llmc.runtime.plan import BATCH_INPUTS, DTYPES, FLOATS, MAX_DIMS, Dim, Plan, Storage, Value
 
 NAME = "plan.json"
 
@@ -181,5 +181,5 @@ def _check_logits(plan: Plan, rows: Dim, where: str) -> None:
         )
     for name in plan.features:
         found = plan.value(name) if name in plan.names else None
-        if found is None or found.dtype != "float32" or len(found.shape) != 2 or found.shape[0] != Dim(tokens=1):
-            raise EngineError(f"{where}: features name {name!r}, which is no float32 [T, width] value")
+        if found is None or found.dtype not in FLOATS or len(found.shape) != 2 or found.shape[0] != Dim(tokens=1):
+            raise EngineError(f"{where}: features name {name!r}, which are no floats [T, width]")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from checkpoints import safetensors_bytes
 from numpy.typing import NDArray
+from script_models import T0
 from torch import Tensor
 from torch.nn import functional
 
@@ -76,6 +77,34 @@ def write_layer(folder: Path, arrays: Arrays, config: dict[str, Any]) -> Path:
     aligned = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))
     (folder / "model.safetensors").write_bytes(safetensors_bytes(aligned))
     return folder
+
+
+def good_layer(kind: str, following: dict[int, int], rows: Any, noise: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For a model whose next token follows from the last: what the row of the last token says, plus noise."""
+    size = len(rows)
+    config = config_of(kind) | T0 | {"num_hidden_layers": 1, "num_key_value_heads": 4}
+    config |= {"draft_vocab_size": size - 4, "norm_before_residual": True}
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
+    arrays = random_layer(kind, config)
+    for name, array in arrays.items():
+        if name != "d2t" and not name.endswith(("q_proj.weight", "k_proj.weight")):
+            array[:] = 0
+    eye, rng = np.eye(T0["hidden_size"], dtype=np.float32), np.random.default_rng(1)
+    if kind == "eagle":
+        arrays["fc.weight"][:, : len(eye)] = 20 * eye
+        arrays["fc.weight"] += noise * rng.normal(size=arrays["fc.weight"].shape).astype(np.float32)
+        return arrays, config
+    for name in ("q", "k"):  # each row looks at itself
+        arrays[f"midlayer.self_attn.{name}_proj.weight"][:] = np.concatenate([20 * eye, 0 * eye], 1)
+    arrays["midlayer.self_attn.v_proj.weight"][:, : len(eye)] = eye
+    arrays["midlayer.self_attn.o_proj.weight"][:] = eye
+    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
+        arrays[name][:] = 1
+    ids = np.arange(size - 4) + arrays["d2t"]
+    before = {token: last for last, token in following.items()}
+    arrays["lm_head.weight"] = 3 * rows[[before[token] for token in ids]]
+    arrays["lm_head.weight"] += noise * rng.normal(size=arrays["lm_head.weight"].shape).astype(np.float32)
+    return arrays, config
 
 
 class Reference:

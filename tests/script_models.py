@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from checkpoints import llama_arrays, write_model
+from numpy.typing import NDArray
 
 T0 = {
     "hidden_size": 64,
@@ -41,6 +42,12 @@ def next_tokens(chains: Sequence[Sequence[int]], size: int) -> dict[int, int]:
     return dict(pairwise([*cycle, cycle[0]]))
 
 
+def script_rows() -> NDArray[np.float32]:
+    """The embeddings of the tokens."""
+    rows = np.random.default_rng(0).normal(size=(T0["vocab_size"], T0["hidden_size"])).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
 def write_script_model(
     folder: Path,
     chains: Sequence[Sequence[int]],
@@ -51,9 +58,7 @@ def write_script_model(
 ) -> Path:
     """``spec``: of the tokenizer; None: there is none."""
     arrays = llama_arrays(**T0)
-    rows = np.random.default_rng(0).normal(size=(T0["vocab_size"], T0["hidden_size"])).astype(np.float32)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    arrays["model.embed_tokens.weight"] = rows
+    arrays["model.embed_tokens.weight"] = rows = script_rows()
     head = arrays["lm_head.weight"] = np.empty_like(rows)
     for token, following in next_tokens(chains, len(rows)).items():
         head[following] = rows[token]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmc.compiler.config import BLOCK_SIZE, Limits
 from llmc.compiler.cuda.form import NARROW, cuda_form
 from llmc.compiler.cuda.nvrtc import compile_kernels
+from llmc.compiler.engine_writer import DraftPart
 from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
+from llmc.compiler.lowering.values import Buffer, View
 from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError, LlmcError, UsageError
 from llmc.plugins import cuda_sampling
@@ -32,10 +34,11 @@ BASE = 1 << 40
 
 @dataclass(frozen=True)
 class CudaModel:
-    """A model for CUDA; ``kernels``: those that its steps need, by architecture."""
+    """A model for CUDA; ``kernels``: those that its steps need, by architecture; ``parts``: those that draft for it."""
 
     lowered: LoweredModel
     kernels: Mapping[str, Mapping[str, Kernel]]
+    parts: Sequence[tuple[DraftPart, LoweredGraph]] = ()
 
 
 def check_dtypes(target: Target, dtype: str, kv_dtype: str) -> None:
@@ -52,7 +55,9 @@ def check_dtypes(target: Target, dtype: str, kv_dtype: str) -> None:
         raise UsageError(f"--kv-dtype {kv_dtype}: --target {target.name} has {', '.join(KV_DTYPES)}")
 
 
-def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, kv_dtype: str) -> CudaModel:
+def cuda_model(
+    steps: LoweredGraph, target: Target, limits: Limits, dtype: str, kv_dtype: str, parts: Sequence[DraftPart] = ()
+) -> CudaModel:
     """The plan of a model for CUDA, and its kernels. No weight is read.
 
     Raises:
@@ -63,16 +68,20 @@ def cuda_model(steps: LoweredGraph, target: Target, limits: Limits, dtype: str, 
     try:
         for step in steps.steps:
             launch_maker(step.op)
-        form = cuda_form(steps, dtype, min(capabilities))
-        lowered = plan_steps(form, target, limits)
-        plan = lowered.plan
-        spec = KvCacheSpec(kv_dtype, BLOCK_SIZE)
-        kernels = {
-            arch: kernels_of(plan, limits, spec, number) for arch, number in zip(archs, capabilities, strict=True)
-        }
+        packed: dict[Buffer, View] = {}
+        lowered = plan_steps(cuda_form(steps, dtype, min(capabilities), packed), target, limits)
+        forms = [(part, cuda_form(part.graph, dtype, min(capabilities), packed)) for part in parts]
+        plans = [(lowered.plan, limits, KvCacheSpec(kv_dtype, BLOCK_SIZE))]
+        for part, form in forms:
+            plan = plan_steps(form, target, part.limits).plan
+            plans.append((plan, part.limits, KvCacheSpec(part.kv_dtype, BLOCK_SIZE)))
+        kernels: dict[str, dict[str, Kernel]] = {arch: {} for arch in archs}
+        for arch, number in zip(archs, capabilities, strict=True):
+            for each in plans:
+                kernels[arch] |= kernels_of(*each, number)
     except LlmcError as error:
         raise CompileError(f"--target {target.name}: {error}") from error
-    return CudaModel(LoweredModel(plan, lowered.weights), kernels)
+    return CudaModel(lowered, kernels, forms)
 
 
 def images(model: CudaModel) -> dict[str, bytes]:

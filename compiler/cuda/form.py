@@ -60,19 +60,20 @@ class DeviceTensor:
         yield from self.pieces()
 
 
-def cuda_form(graph: LoweredGraph, dtype: str, capability: int) -> LoweredGraph:
+def cuda_form(graph: LoweredGraph, dtype: str, capability: int, packed: dict[Buffer, View]) -> LoweredGraph:
     """The same steps on other buffers and weights.
 
     Args:
         graph: as it is for the CPU.
         dtype: of activations: bfloat16 or float16.
         capability: what packed layouts are for.
+        packed: what weights have become; those of a part of the engine that drafts may be the model's.
 
     Raises:
         CompileError: a weight or a step has no form for CUDA.
     """
     buffers = _buffers(graph, dtype)
-    packer = _Packer(graph, capability)
+    packer = _Packer(graph, capability, packed)
     steps: list[LoweredStep] = []
 
     def moved(view: View | None) -> View | None:
@@ -86,20 +87,17 @@ def cuda_form(graph: LoweredGraph, dtype: str, capability: int) -> LoweredGraph:
         elif step.op == "moe":
             given = {**given, "inner": packer.inner(step)}
         steps.append(LoweredStep(step.op, tuple(inputs), tuple(outputs), given, step.module))
-    logits = replace(graph.logits, buffer=buffers.get(graph.logits.buffer, graph.logits.buffer))
-    return LoweredGraph(steps, logits, {**graph.weights, **packer.weights}, graph.kv_slots)
+    logits, *features = (replace(v, buffer=buffers.get(v.buffer, v.buffer)) for v in (graph.logits, *graph.features))
+    written = tuple(buffers.get(buffer, buffer) for buffer in graph.given)
+    weights = {**graph.weights, **packer.weights}
+    return LoweredGraph(steps, logits, weights, graph.kv_slots, written, tuple(features))
 
 
 def _buffers(graph: LoweredGraph, dtype: str) -> dict[Buffer, Buffer]:
     """What float buffers of the arena become."""
     wide = _wide(graph.steps, graph.logits.buffer)
-    found: dict[Buffer, Buffer] = {}
-    for step in graph.steps:
-        for view in step.outputs:
-            buffer = view.buffer
-            if _is_float(view) and buffer not in wide:
-                found.setdefault(buffer, Buffer(buffer.name, buffer.storage, dtype, buffer.elements))
-    return found
+    made = [view.buffer for step in graph.steps for view in step.outputs if _is_float(view)]
+    return {b: Buffer(b.name, b.storage, dtype, b.elements) for b in (*graph.given, *made) if b not in wide}
 
 
 def _wide(steps: Sequence[LoweredStep], logits: Buffer) -> set[Buffer]:
@@ -138,10 +136,9 @@ def _narrowed(view: View | None, dtype: str, steps: list[LoweredStep], module: s
 class _Packer:
     """Replaces the packed weights of steps."""
 
-    def __init__(self, graph: LoweredGraph, capability: int) -> None:
-        self._given, self._capability = graph.weights, capability
+    def __init__(self, graph: LoweredGraph, capability: int, packed: dict[Buffer, View]) -> None:
+        self._given, self._capability, self._views = graph.weights, capability, packed
         self.weights: dict[str, Tensor] = {}
-        self._views: dict[Buffer, View] = {}
         for step in graph.steps:  # products first: tied tables take their form
             if step.op in ("linear", "quantized_linear"):
                 self.inputs(step)

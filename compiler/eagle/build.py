@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from llmc.compiler import safetensors_writer, weights
+from llmc.compiler import weights
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.eagle.checkpoint import EAGLE_1, EAGLE_3, Eagle, read_eagle
 from llmc.compiler.eagle.lowering import embedding_step, lower_eagle
-from llmc.compiler.engine_writer import EngineContents, to_json, write_manifest
+from llmc.compiler.engine_writer import DraftPart, EngineContents, to_json, write_manifest
 from llmc.compiler.features import HEAD, add_features, usual_layers
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import PackedWeight
@@ -22,9 +22,10 @@ from llmc.compiler.medusa.lowering import describe, output_step
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
 from llmc.compiler.staging import Staging
+from llmc.compiler.weights import Array
 from llmc.errors import CheckpointError, UsageError
-from llmc.runtime import plan_file, strict
-from llmc.runtime.eagle import PLAN, SPEC, WEIGHTS, EagleSpec
+from llmc.runtime import strict
+from llmc.runtime.eagle import PLAN, SPEC, TOKEN_IDS, WEIGHTS, EagleSpec
 
 if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
@@ -67,8 +68,6 @@ def open_eagle(config: BuildConfig) -> EagleToBuild | None:
         return None
     if config.locked is not None and section is None:
         raise UsageError(f"--eagle: the build of {config.locked} had no such layer; leave the option away")
-    if config.target != "cpu":
-        raise UsageError(f"--eagle: engines for {config.target} draft nothing yet; leave it away")
     return EagleToBuild(read_eagle(config.eagle, config.allow_hard_links))
 
 
@@ -119,7 +118,7 @@ def add_eagle(
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
     shares = EMBEDDING not in eagle.tensors or _is_the_models(eagle.tensors[EMBEDDING], compiled)
-    lowered = lower_eagle(
+    graph = lower_eagle(
         eagle,
         compiled.steps,
         () if linear is None else linear.columns,
@@ -127,13 +126,11 @@ def add_eagle(
         compiled.dtype,
         method,
         config.compute,
-        compiled.target,
-        compiled.limits,
+        compiled.limits.max_seq_len,
     )
-    shared = {tensor.name for tensor in contents.weights}
-    own = [tensor for name, tensor in lowered.weights.items() if name not in shared]
-    staging.write(PLAN, plan_file.to_bytes(lowered.plan))
-    staging.write_stream(WEIGHTS, safetensors_writer.pieces(safetensors_writer.order(own)))
+    ids = () if eagle.token_ids is None else (PackedWeight(TOKEN_IDS, Array(eagle.token_ids)),)
+    part = DraftPart("eagle", (PLAN, WEIGHTS), graph, compiled.limits, compiled.dtype, ids)
+    _, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     staging.write(SPEC, to_json(strict.dump(EagleSpec(eagle.kind, compiled.dtype))))
     title, layers = TITLES[eagle.kind], list(wanted.layers)
     looks = f"goes on with what goes into layers {', '.join(map(str, layers))}" if layers else "goes on with the last"
@@ -144,13 +141,13 @@ def add_eagle(
         "shown": f"{title}, {looks}{tokens}",
         "shares_embedding": shares,
         "quantization": describe(method),
-        "own_bytes": sum(tensor.nbytes for tensor in own),
-        "read_bytes": sum(tensor.nbytes for tensor in lowered.weights.values()),
+        **sizes,
     }
     contents = replace(
         contents,
         recipe={**contents.recipe, "eagle": {"kind": eagle.kind, "layers": layers}},
         report={**contents.report, "eagle": report},
+        parts=(*contents.parts, part),
     )
     staging.write("recipe.json", to_json(contents.recipe))
     write_manifest(staging, contents)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,19 +11,17 @@ from numpy.typing import NDArray
 
 from llmc.compiler import weights
 from llmc.compiler.eagle.checkpoint import EAGLE_1, Eagle
-from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
+from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import ONE, Buffer, View
 from llmc.compiler.medusa.lowering import StepBuilder, output_step, with_rounded
 from llmc.compiler.quantize.sites import weight_view
 from llmc.compiler.weights import Array, Cast, Concat, WeightSource
 from llmc.errors import CheckpointError
-from llmc.runtime.eagle import FEATURES, HIDDEN, TOKEN_IDS
+from llmc.runtime.eagle import FEATURES, HIDDEN
 from llmc.runtime.plan import Dim, KvSlot, Storage
 
 if TYPE_CHECKING:
-    from llmc.compiler.config import Limits
-    from llmc.compiler.targets.base import Target
     from llmc.quantization.base import Method
 
 TOKENS, ROWS = Dim(tokens=1), Dim(rows=1)
@@ -38,10 +35,9 @@ def lower_eagle(
     dtype: str,
     method: Method | None,
     compute: str,
-    target: Target,
-    limits: Limits,
-) -> LoweredModel:
-    """The plan of the layer, and all weights that it reads, those of the model too.
+    positions: int,
+) -> LoweredGraph:
+    """The steps of the layer, and all weights that they read, those of the model too.
 
     Args:
         eagle: the checkpoint.
@@ -51,13 +47,12 @@ def lower_eagle(
         dtype: of the weights.
         method: how the weights of the model are quantized; those of the layer are rounded to the same format.
         compute: what products with quantized weights compute with.
-        target: what it is built for.
-        limits: of the engine.
+        positions: of a sequence at most.
     """
     layer = _Layer(eagle, model, factors, dtype)
     layer.take_features()
     embedded = layer.embed(shares_embedding)
-    hidden = layer.decode(embedded, limits.max_seq_len)
+    hidden = layer.decode(embedded, positions)
     logits = layer.head(hidden)
     build = layer.build
     shape = eagle.shape
@@ -67,10 +62,7 @@ def lower_eagle(
     )
     if method is not None:
         graph = with_rounded(graph, build.matrices, method, compute)
-    lowered = plan_steps(graph, target, limits)
-    if eagle.token_ids is None:
-        return lowered
-    return replace(lowered, weights={**lowered.weights, TOKEN_IDS: PackedWeight(TOKEN_IDS, Array(eagle.token_ids))})
+    return graph
 
 
 class _Layer:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler import safetensors_writer
-from llmc.compiler.engine_writer import EngineContents, to_json, write_manifest
-from llmc.compiler.lower import LoweredGraph, LoweredModel
+from llmc.compiler.engine_writer import DraftPart, EngineContents, to_json, write_manifest
+from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.medusa.collect import Features, hidden_rows
 from llmc.compiler.medusa.heads import Heads, count_heads, read_heads
 from llmc.compiler.medusa.lowering import describe, lower_heads, output_step
@@ -25,7 +24,7 @@ from llmc.compiler.staging import Staging
 from llmc.errors import CompileError, UsageError
 from llmc.plugins import kernels
 from llmc.quantization.calibration import Calibration
-from llmc.runtime import plan_file, strict
+from llmc.runtime import strict
 from llmc.runtime.batch import Batch, EmbeddingExecutor
 from llmc.runtime.heads import PLAN, TREE, WEIGHTS, HeadTree
 from llmc.runtime.llm import LLM
@@ -34,7 +33,6 @@ from llmc.runtime.request import SamplingParams
 if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
     from llmc.compiler.config import BuildConfig
-    from llmc.compiler.safetensors_writer import Tensor
     from llmc.quantization.base import Method
 
 TEXTS, PROMPT, ANSWER = 16, 64, 128
@@ -91,9 +89,10 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
         tree = strict.load(HeadTree, section.get("tree"), where)
         tree.check(where, UsageError)
         return HeadsToBuild(heads, tree, read_cost(section.get("cost"), where), section)
-    if target not in COSTS:
-        raise UsageError(f"--medusa: engines for {target} have no heads yet; leave it away")
-    cost = None if config.medusa_cost == "measure" else COSTS[target]
+    device, _, archs = target.partition(":")
+    if archs and config.medusa_cost == "measure":
+        raise UsageError(f"--medusa-cost measure: steps of engines for {target} are not run here; use default")
+    cost = None if config.medusa_cost == "measure" else COSTS[device]
     return HeadsToBuild(heads, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
 
 
@@ -113,14 +112,14 @@ def add_heads(
         UsageError: there is no text to choose a tree on.
     """
     progress.step("adding Medusa heads")
-    lowered, own, method = _lowered(wanted.heads, contents, compiled, config)
-    staging.write(PLAN, plan_file.to_bytes(lowered.plan))
-    staging.write_stream(WEIGHTS, safetensors_writer.pieces(safetensors_writer.order(own)))
+    graph, method = _lowered(wanted.heads, contents, compiled, config)
+    few = replace(compiled.limits, max_batch_tokens=compiled.limits.max_sequences)
+    part = DraftPart("medusa", (PLAN, WEIGHTS), graph, few, compiled.kv_dtype)
+    _, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     first = wanted.tree or HeadTree(len(wanted.heads.heads), ((0,),))
     staging.write(TREE, to_json(strict.dump(first)))
     write_manifest(staging, contents)
-    read = sum(tensor.nbytes for tensor in lowered.weights.values())
-    share = read / sum(tensor.nbytes for tensor in contents.weights)
+    share = sizes["read_bytes"] / sum(tensor.nbytes for tensor in contents.weights)
     section = wanted.locked or _chosen(wanted, staging.path, share, config, text, progress)
     tree = strict.load(HeadTree, section["tree"], TREE)
     staging.write(TREE, to_json(strict.dump(tree)))
@@ -131,11 +130,13 @@ def add_heads(
         "layers": len(wanted.heads.heads[0].blocks),
         "tied": wanted.heads.is_tied,
         "quantization": describe(method),
-        "own_bytes": sum(tensor.nbytes for tensor in own),
-        "read_bytes": read,
+        **sizes,
     }
     contents = replace(
-        contents, recipe={**contents.recipe, "medusa": section}, report={**contents.report, "medusa": report}
+        contents,
+        recipe={**contents.recipe, "medusa": section},
+        report={**contents.report, "medusa": report},
+        parts=(*contents.parts, part),
     )
     staging.write("recipe.json", to_json(contents.recipe))
     write_manifest(staging, contents)
@@ -144,19 +145,15 @@ def add_heads(
 
 def _lowered(
     heads: Heads, contents: EngineContents, compiled: Compiled, config: BuildConfig
-) -> tuple[LoweredModel, list[Tensor], Method | None]:
-    """The plan, the weights that only the heads have, and how those are quantized."""
+) -> tuple[LoweredGraph, Method | None]:
+    """The steps, and how the weights that only the heads have are quantized."""
     weight = output_step(compiled.steps).inputs[1]
     assert weight is not None, "a product has a weight"
     linear = contents.linears.weights.get(weight.buffer.name)
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
     factors: Sequence[float] = () if linear is None else linear.columns
-    lowered = lower_heads(
-        heads, compiled.steps, factors, compiled.dtype, method, config.compute, compiled.target, compiled.limits
-    )
-    shared = {tensor.name for tensor in contents.weights}
-    return lowered, [tensor for name, tensor in lowered.weights.items() if name not in shared], method
+    return lower_heads(heads, compiled.steps, factors, compiled.dtype, method, config.compute), method
 
 
 def _chosen(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmc.compiler import weights
 from llmc.compiler.engine_writer import ArrayTensor
-from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
+from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import Buffer, View, contiguous
 from llmc.compiler.medusa.heads import Heads
@@ -26,9 +25,6 @@ from llmc.runtime.plan import Attribute, Dim, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from llmc.compiler.config import Limits
-    from llmc.compiler.targets.base import Target
 
 
 def output_step(graph: LoweredGraph) -> LoweredStep:
@@ -53,10 +49,8 @@ def lower_heads(
     dtype: str,
     method: Method | None,
     compute: str,
-    target: Target,
-    limits: Limits,
-) -> LoweredModel:
-    """The plan of the heads, and all weights that it reads, those of the model too.
+) -> LoweredGraph:
+    """The steps of the heads, and all weights that they read, those of the model too.
 
     Args:
         heads: the checkpoint.
@@ -65,8 +59,6 @@ def lower_heads(
         dtype: of the weights.
         method: how the weights of the model are quantized; those of the heads are rounded to the same format.
         compute: what products with quantized weights compute with.
-        target: what it is built for.
-        limits: of the engine.
     """
     last = output_step(model)
     assert last.inputs[0] is not None, "a product has an input"
@@ -96,8 +88,7 @@ def lower_heads(
     graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=build.buffers_given)
     if method is not None:
         graph = with_rounded(graph, build.matrices, method, compute)
-    few = replace(limits, max_batch_tokens=limits.max_sequences)
-    return plan_steps(graph, target, few)
+    return graph
 
 
 class StepBuilder:

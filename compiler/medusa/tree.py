@@ -27,8 +27,10 @@ Cost = tuple[tuple[int, float], ...]
 
 COSTS: Mapping[str, Cost] = {
     "cpu": ((1, 1.0), (2, 1.06), (4, 1.2), (8, 1.5), (16, 2.2), (32, 3.8), (64, 7.0)),
+    "cuda": ((1, 1.0), (16, 1.02), (64, 1.1), (256, 1.6)),
 }
-"""What a target is taken to cost, if nothing is measured: an estimate for a small model on two cores with AVX-512."""
+"""What a device is taken to cost, if nothing is measured: an estimate for a small model on two cores with AVX-512; and
+for GPUs, where nothing was ever measured, for steps that take as long as it takes to read the weights."""
 
 
 @dataclass(frozen=True)

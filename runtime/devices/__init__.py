@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from llmc.runtime.batch import Executor
+    from llmc.runtime.batch import Executor, PartExecutor
     from llmc.runtime.devices.cuda.device import Device
     from llmc.runtime.engine import Engine
     from llmc.runtime.manifest import Manifest
@@ -59,6 +59,24 @@ def make_executor(
     from llmc.runtime.devices.cpu import CpuExecutor
 
     return CpuExecutor(engine, num_blocks=num_blocks, threads=threads, isa=isa)
+
+
+def make_part(
+    part: Engine, model: Executor | None, *, num_blocks: int, threads: int | None, isa: str | None
+) -> PartExecutor:
+    """The executor of a part of an engine that drafts for it.
+
+    ``part``: the engine, with the plan, the limits and the cache of the part in place of its own. ``model``: the
+    executor of the engine; on a device it shares that and weights with the part, and closes both.
+    """
+    if part.manifest.target != "cpu":
+        from llmc.runtime.devices.cuda.executor import CudaExecutor
+
+        assert isinstance(model, CudaExecutor), "the engine runs there, too"
+        return CudaExecutor(part, model.device, num_blocks=num_blocks, beside=model)
+    from llmc.runtime.devices.cpu import CpuExecutor
+
+    return CpuExecutor(part, num_blocks=num_blocks, threads=threads, isa=isa)
 
 
 def open_device(engine: Engine) -> Device | None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from llmc.runtime.batch import Executor
     from llmc.runtime.engine import Engine
     from llmc.runtime.request import Sequence
 
@@ -140,6 +141,8 @@ class Setting:
     """The one that `Proposer.load` gave."""
     draws: bool = False
     """Whether drafts that are drawn at random are worth more than likely ones."""
+    executor: Executor | None = None
+    """That of the engine, if it is one of a device: what drafts shares it."""
 
 
 class Proposer(ABC):
@@ -197,6 +200,12 @@ class Proposer(ABC):
         """Memory that it keeps for each position of the engine's KV cache."""
         del engine
         return 0 if other is None else other.kv_bytes_per_token
+
+    @classmethod
+    def beside(cls, engine: Engine, other: Engine | None) -> Engine | None:
+        """What takes memory of the device besides the engine."""
+        del engine
+        return other
 
     @abstractmethod
     def propose(self, queries: list[Query]) -> list[Tree]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import UsageError
-from llmc.runtime.batch import Batch
-from llmc.runtime.devices import cpu
+from llmc.runtime.batch import Batch, Executor
+from llmc.runtime.devices import cpu, make_part
 from llmc.runtime.eagle import FEATURES, HIDDEN, EngineEagle, cache_spec
 from llmc.runtime.engine import Engine, kv_bytes_per_token
 from llmc.runtime.kv_cache import BlockTable, KvCache
@@ -76,22 +76,27 @@ class _Draft:
 
 
 class EagleRunner:
-    """Runs the layer of an engine.
+    """Runs the layer of an engine, on the device of its ``model`` if it has one.
 
     Raises:
         UsageError: the engine has none.
     """
 
-    def __init__(self, engine: Engine, *, num_blocks: int, threads: int | None = None, isa: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        num_blocks: int,
+        model: Executor | None = None,
+        threads: int | None = None,
+        isa: str | None = None,
+    ) -> None:
         self.eagle = _layer(engine)
-        size = engine.kv_cache.block_size
-        manifest = dataclasses.replace(engine.manifest, kv_cache=cache_spec(self.eagle, size))
-        alone = dataclasses.replace(engine, manifest=manifest, plan=self.eagle.plan, weights=self.eagle.weights)
-        self._executor = cpu.CpuExecutor(alone, num_blocks=num_blocks, threads=threads, isa=isa)
-        self.cache = KvCache(num_blocks, size)
-        if cpu.POISON:
+        self._executor = make_part(_alone(engine), model, num_blocks=num_blocks, threads=threads, isa=isa)
+        self.cache = KvCache(num_blocks, engine.kv_cache.block_size)
+        if cpu.POISON and isinstance(self._executor, cpu.CpuExecutor):
             self.cache.on_free = self._executor.poison_blocks
-        self.most_rows = engine.limits.max_batch_tokens
+        self.most_rows, self.context = engine.limits.max_batch_tokens, engine.limits.max_seq_len
 
     def run(self, parts: list[_Part], *, of_model: bool) -> list[tuple[Rows, Rows]]:
         """Of each part its own features [rows, H], and logits of the rows that are wanted.
@@ -154,8 +159,20 @@ class EagleProposer(Proposer):
         """With the layer of the engine itself."""
         if argument:
             raise UsageError(f"--spec eagle={argument}: the layer is that of the engine; leave ={argument} away")
-        blocks = setting.num_blocks
-        return cls(EagleRunner(setting.engine, num_blocks=blocks, threads=setting.threads, isa=setting.isa))
+        return cls(
+            EagleRunner(
+                setting.engine,
+                num_blocks=setting.num_blocks,
+                model=setting.executor,
+                threads=setting.threads,
+                isa=setting.isa,
+            )
+        )
+
+    @classmethod
+    def beside(cls, engine: Engine, other: Engine | None) -> Engine:
+        """The layer."""
+        return _alone(engine)
 
     @classmethod
     def check(cls, engine: Engine, sampling: str) -> None:
@@ -252,7 +269,8 @@ class EagleProposer(Proposer):
         for draft in drafts:
             state, growth = draft.state, draft.growth
             level = growth.follow()
-            if not level or len(growth.followed) > self._runner.most_rows:
+            rows = len(growth.followed)
+            if not level or rows > self._runner.most_rows or state.done + rows > self._runner.context:
                 continue
             if not self._reserve(state, len(growth.followed)):
                 continue
@@ -283,6 +301,13 @@ class EagleProposer(Proposer):
     def _drop(self, state: _State | None) -> None:
         if state is not None:
             self._runner.cache.release(state.table.blocks)
+
+
+def _alone(engine: Engine) -> Engine:
+    """With the plan and the cache of the layer."""
+    eagle = _layer(engine)
+    manifest = dataclasses.replace(engine.manifest, kv_cache=cache_spec(eagle, engine.kv_cache.block_size))
+    return dataclasses.replace(engine, manifest=manifest, plan=eagle.plan, weights=eagle.weights)
 
 
 def _layer(engine: Engine) -> EngineEagle:

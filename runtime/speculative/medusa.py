@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import EngineError, UsageError
-from llmc.runtime.batch import Batch
-from llmc.runtime.devices.cpu import CpuExecutor
+from llmc.runtime.batch import Batch, Executor
+from llmc.runtime.devices import make_part
 from llmc.runtime.engine import Engine
 from llmc.runtime.heads import HIDDEN, MOST_NODES, MOST_RANKS, HeadTree
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
@@ -21,21 +21,21 @@ GUESS = 0.5
 
 
 class HeadRunner:
-    """Runs the heads of an engine.
+    """Runs the heads of an engine, on the device of its ``model`` if it has one.
 
     Raises:
         UsageError: the engine has none.
     """
 
-    def __init__(self, engine: Engine, *, threads: int | None = None, isa: str | None = None) -> None:
-        heads = engine.heads
-        if heads is None:
-            raise UsageError(f"{engine.path}: has no Medusa heads; build it with: llmc build MODEL --medusa HEADS")
-        self.tree = heads.tree
+    def __init__(
+        self, engine: Engine, *, model: Executor | None = None, threads: int | None = None, isa: str | None = None
+    ) -> None:
+        part = _alone(engine)
+        assert engine.heads is not None, "it was looked for"
+        self.tree = engine.heads.tree
         self._most = engine.limits.max_sequences
-        alone = dataclasses.replace(engine, plan=heads.plan, weights=heads.weights)
-        self._executor = CpuExecutor(alone, num_blocks=1, threads=threads, isa=isa)
-        self._width = heads.plan.value(HIDDEN).shape[1].constant
+        self._executor = make_part(part, model, num_blocks=1, threads=threads, isa=isa)
+        self._width = part.plan.value(HIDDEN).shape[1].constant
 
     def best(self, hidden: NDArray[np.float32], ranks: int) -> NDArray[np.int64]:
         """The candidates of each head after each row [N, H], best first: [heads, N, ranks]."""
@@ -67,7 +67,12 @@ class MedusaProposer(Proposer):
         """With the heads of the engine itself."""
         if argument:
             raise UsageError(f"--spec medusa={argument}: the heads are those of the engine; leave ={argument} away")
-        return cls(HeadRunner(setting.engine, threads=setting.threads, isa=setting.isa))
+        return cls(HeadRunner(setting.engine, model=setting.executor, threads=setting.threads, isa=setting.isa))
+
+    @classmethod
+    def beside(cls, engine: Engine, other: Engine | None) -> Engine:
+        """The heads."""
+        return _alone(engine)
 
     @property
     def gains(self) -> tuple[float, ...]:
@@ -86,6 +91,16 @@ class MedusaProposer(Proposer):
         assert len(rows) == len(queries), "it wants them"
         best = self._runner.best(np.stack(rows), 1 + max(map(max, tree.paths))).transpose(1, 0, 2)
         return [grow(tree, found, query.nodes, query.depth) for query, found in zip(queries, best, strict=True)]
+
+
+def _alone(engine: Engine) -> Engine:
+    """With the plan of the heads."""
+    heads, limits = engine.heads, engine.limits
+    if heads is None:
+        raise UsageError(f"{engine.path}: has no Medusa heads; build it with: llmc build MODEL --medusa HEADS")
+    few = dataclasses.replace(limits, max_batch_tokens=limits.max_sequences)
+    manifest = dataclasses.replace(engine.manifest, limits=few)
+    return dataclasses.replace(engine, manifest=manifest, plan=heads.plan, weights=heads.weights)
 
 
 def grow(tree: HeadTree, candidates: NDArray[np.int64], nodes: int, depth: int) -> Tree:

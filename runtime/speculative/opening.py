@@ -60,6 +60,11 @@ class Drafter:
         """Memory that it takes for each position of the engine's KV cache."""
         return self.kind.kv_bytes_per_token(self.engine, self.other)
 
+    @property
+    def beside(self) -> Engine | None:
+        """What takes memory of the device besides the engine."""
+        return self.kind.beside(self.engine, self.other)
+
 
 def load_drafter(asked: Speculation, engine: Engine) -> Drafter | None:
     """None if nothing is asked for.
@@ -104,7 +109,8 @@ def open_speculator(
         rows = min(config.max_batch_tokens, config.max_logit_rows) // config.max_sequences
         nodes = max(1, min(kind.default_nodes if nodes is None else nodes, rows - 1))
     setting = Setting(
-        engine, threads, isa, config.max_sequences, config.num_blocks, drafter.other, rule is Rule.REJECTION
+        engine, threads, isa, config.max_sequences, config.num_blocks, drafter.other, rule is Rule.REJECTION, executor
     )
     proposer = kind.open(drafter.argument, setting)
-    return Speculator(proposer, executor, vocab_size=engine.model.vocab_size, nodes=nodes, rule=rule)
+    size, context = engine.model.vocab_size, config.max_seq_len
+    return Speculator(proposer, executor, vocab_size=size, nodes=nodes, rule=rule, context=context)

@@ -34,6 +34,7 @@ class Speculator:
         executor: the one that runs the steps.
         vocab_size: of its model.
         nodes: of a tree at most; default: as many as pay for themselves, at most the proposer's ``default_nodes``.
+        context: tokens that a sequence may have; trees do not go beyond.
         rule: when drafts are accepted. If tokens depend on drafts, trees are as large as they can be, so that they
             depend on nothing but the sequence; only where memory or the step is too short for a tree, it is smaller.
         clock: in seconds, for what pays for itself.
@@ -47,10 +48,12 @@ class Speculator:
         vocab_size: int,
         nodes: int | None = None,
         rule: Rule = Rule.EXACT,
+        context: int = 1 << 30,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.acceptance, self.rule = Acceptance(proposer.name, rule=rule), rule
         self._proposer, self._executor, self._vocab_size, self._clock = proposer, executor, vocab_size, clock
+        self._context = context
         self._nodes = proposer.default_nodes if nodes is None else nodes
         self._is_fixed = rule is Rule.TYPICAL or (rule is Rule.REJECTION and proposer.draws)
         self._controller = Controller(proposer.gains) if nodes is None and not self._is_fixed else None
@@ -151,6 +154,7 @@ class Speculator:
         if self._controller is not None:
             rows = sum(chunk.num_rows for chunk in chunks)
             nodes = self._controller.sizes([chunks[index].sequence for index in depths], nodes, rows)
+        nodes = [min(n, self._context - chunks[i].stop) for i, n in zip(depths, nodes, strict=True)]
         return {
             index: Query(chunks[index].sequence, count, depth, chunks[index].sequence.hidden)
             for (index, depth), count in zip(depths.items(), nodes, strict=True)

@@ -7,6 +7,7 @@ bucket are made when it is first met; those of decodes and trees are recorded as
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,8 @@ from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.device import Device
 from llmc.runtime.devices.cuda.draws import MOST_CHANGES, draws_bytes, place
 from llmc.runtime.devices.cuda.draws import launches as sampling
-from llmc.runtime.devices.cuda.memory import plan_of
+from llmc.runtime.devices.cuda.memory import own_weights, plan_of
+from llmc.runtime.devices.cuda.moves import Moves
 from llmc.runtime.devices.cuda.program import (
     WORD_ROWS,
     Bucket,
@@ -36,18 +38,20 @@ from llmc.runtime.devices.cuda.program import (
     rounded,
     tensor,
 )
+from llmc.runtime.devices.cuda.rows import Rows
 from llmc.runtime.engine import Engine
+from llmc.runtime.lora import input_factors
 
 CLOSE_SECONDS = 5.0
 """For a step that runs to end."""
 
 
 class Prepared:
-    """What a bucket runs: launches of each step, and a graph of them all."""
+    """What a bucket runs: launches of each step, and graphs of them all from one on."""
 
     def __init__(self, steps: list[list[Launch]]) -> None:
         self.steps = steps
-        self.graph: Any = None
+        self.graphs: dict[int, Any] = {}
 
     def between(self, begin: int, end: int) -> list[Launch]:
         """The launches of some steps."""
@@ -61,13 +65,15 @@ class CudaExecutor:
         engine: what to run; its weights are copied to the device.
         device: where; the executor's own from now on.
         num_blocks: blocks of the KV cache.
+        beside: the executor of the model that the engine is a part of: device and weights are shared, and it closes
+            both.
 
     Raises:
         EngineError: the engine has no kernels for this device, or not those that this version asks for.
         ResourceError: the memory of the device does not suffice.
     """
 
-    def __init__(self, engine: Engine, device: Device, *, num_blocks: int) -> None:
+    def __init__(self, engine: Engine, device: Device, *, num_blocks: int, beside: CudaExecutor | None = None) -> None:
         plan = engine.plan
         if plan.state_slots:
             raise EngineError(f"{engine.path}: the plan keeps recurrent state, which this version can't run")
@@ -76,7 +82,8 @@ class CudaExecutor:
         self.isa = f"{self._arch} on {device.name}"
         self.memory = replace(plan_of(engine, self._arch), blocks=num_blocks)
         self.vocab_size, self.most_changes = plan.value(plan.logits).shape[1].constant, MOST_CHANGES
-        self._known, self._lock = _kernels(engine), threading.Lock()
+        self._known = _kernels(engine)
+        self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         limits = engine.limits
         self._blocks = -(-limits.max_seq_len // engine.kv_cache.block_size)
         self._largest = Bucket(
@@ -87,8 +94,8 @@ class CudaExecutor:
             limits.max_batch_tokens,
             -(-limits.max_batch_tokens // WORD_ROWS),
         )
-        self._allocate()
-        self._loaded: set[str] = set()
+        self._allocate(beside)
+        self._loaded: set[str] = set() if beside is None else beside._loaded
         self._prepared: dict[Bucket, Prepared] = {}
         self._head = plan.head
 
@@ -99,7 +106,31 @@ class CudaExecutor:
             KernelError: the batch contradicts the engine's limits, or a token id is out of range.
         """
         with self._open():
-            return self._rows(self.plan.logits, self._compute(batch), len(batch.logit_rows))
+            bucket, count = self._compute(batch), len(batch.logit_rows)
+            return self._rows(bucket, count, self.plan.logits)[0]
+
+    def run_on(self, batch: Batch, name: str, rows: NDArray[np.float32], begin: int = 0) -> NDArray[np.float32]:
+        """Logits of a plan whose steps from ``begin`` on read a value that is written from outside; until the next run.
+
+        Steps before are left away.
+
+        Raises:
+            KernelError: as step.
+        """
+        with self._open():
+            bucket, count = self._send(batch), len(batch.logit_rows)
+            given = tensor(self.plan.value(name), bucket, self._memory)
+            self._results.send(name, given, rows)
+            self._launch(bucket, begin)
+            parts = tensor(self.plan.value(self.plan.logits), bucket, self._memory).shape[0] // bucket.logit_rows
+            (logits,) = self._rows(bucket, (parts - 1) * bucket.logit_rows + count, self.plan.logits)
+            each = [logits[part * bucket.logit_rows :][:count] for part in range(parts)]
+            return each[0] if parts == 1 else np.concatenate(each)
+
+    def features(self) -> NDArray[np.float32]:
+        """What the plan calls features, [T, width] of the last batch, side by side; a copy."""
+        with self._open():
+            return np.concatenate(self._rows(*self._last, *self.plan.features), axis=1)
 
     def choose(self, batch: Batch, draws: Draws) -> tuple[NDArray[np.float32], Chosen]:
         """Tokens for the rows that are wanted, and logits as of `step` for the others; one wait for both.
@@ -117,7 +148,7 @@ class CudaExecutor:
             device.run(launches)
             found = self._drawn[placed.size : placed.size + 8 * count]
             device.fetch(found, placed.rows["tokens"])
-            rows = self._rows(self.plan.logits, bucket, count, ~draws.wanted)
+            (rows,) = self._rows(bucket, count, self.plan.logits, wanted=~draws.wanted)
             tokens, scores = np.split(found.copy(), 2)
             return rows, Chosen(draws.wanted, tokens.view(np.int32), scores.view(np.float32))
 
@@ -133,18 +164,26 @@ class CudaExecutor:
             bucket, count = self._send(batch), len(batch.logit_rows)
             prepared = self._prepare(bucket)
             self.device.run(prepared.between(0, self._head))
-            rows = self._rows(str(self.plan.steps[self._head].inputs[0]), bucket, count).copy()
+            (found,) = self._rows(bucket, count, str(self.plan.steps[self._head].inputs[0]))
+            factors = self._head_factors  # a calibrated method has folded them into the norm
+            rows = found.copy() if factors is None else found * factors
             if not logits:
                 return rows, None
             self.device.run(prepared.between(self._head, len(prepared.steps)))
-            return rows, self._rows(self.plan.logits, bucket, count)
+            return rows, self._rows(bucket, count, self.plan.logits)[0]
+
+    @functools.cached_property
+    def _head_factors(self) -> NDArray[np.float32] | None:
+        return None if self._head is None else input_factors(self.engine, self.plan.steps[self._head])
 
     def move_positions(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Copy what the cache holds of positions of a sequence with these blocks, one after the other, in all slots."""
         if not len(sources):
             return
         with self._open():
-            self._move(blocks, sources, targets)
+            launches = self._moves.launches(self.plan.kv_slots, blocks, sources, targets)
+            self._load(launches)
+            self.device.run(launches)
 
     def close(self) -> None:
         """Give back the memory of the device. A step that hangs keeps it until the process ends."""
@@ -163,47 +202,28 @@ class CudaExecutor:
                 raise KernelError(f"{self.engine.path}: the engine is closed")
             yield
 
-    def _move(self, blocks: NDArray[np.int32], sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        from llmc.plugins.paged_attention import cuda as attention
-
-        arrays = [np.ascontiguousarray(array, np.int32).view(np.uint8) for array in (blocks, sources, targets)]
-        size = sum(aligned(array.nbytes) for array in arrays)
-        if self._moved + size > len(self._moves):
-            self.device.sync()  # what earlier calls put there is copied then
-            self._moved = 0
-        if size > min(len(self._moves), Inputs.of(self._largest).size):
-            raise KernelError(f"{len(sources)} positions to move are more than a step has")
-        begin, at, places = self._moved, 0, []
-        for array in arrays:
-            self._moves[begin + at : begin + at + array.nbytes] = array
-            places.append(self._memory.inputs + at)
-            at += aligned(array.nbytes)
-        self._moved += at
-        self.device.send(self._memory.inputs, self._moves[begin : begin + at])
-        launches = [
-            attention.move_positions(
-                cache, slot.kv_heads, (slot.key_dim, slot.value_dim), places[0], places[1], places[2], len(sources)
-            )
-            for cache, slot in zip(self._memory.caches, self.plan.kv_slots, strict=True)
-        ]
-        self._load(launches)
-        self.device.run(launches)
-
     # ----------------------------------------------------------------------------------------------------- a step
     def _compute(self, batch: Batch) -> Bucket:
         """Start a step, up to its logits."""
         bucket = self._send(batch)
-        prepared = self._prepare(bucket)
-        if prepared.graph is not None:
-            self.device.replay(prepared.graph)
-        else:
-            self.device.run(prepared.between(0, len(prepared.steps)))
+        self._launch(bucket)
         return bucket
+
+    def _launch(self, bucket: Bucket, begin: int = 0) -> None:
+        """Run the steps from one on."""
+        prepared = self._prepare(bucket)
+        if not bucket.is_decode:
+            self.device.run(prepared.between(begin, len(prepared.steps)))
+            return
+        if begin not in prepared.graphs:
+            prepared.graphs[begin] = self.device.capture(prepared.between(begin, len(prepared.steps)))
+        self.device.replay(prepared.graphs[begin])
 
     def _send(self, batch: Batch) -> Bucket:
         """Check the batch and copy it to the device."""
         bucket = self._bucket(batch)
         ids = batch.input_ids
+        self._last = bucket, len(ids)
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.engine.model.vocab_size:
             raise KernelError(f"token id {ids.min() if ids.min() < 0 else ids.max()} is out of range")
         blocks = batch.block_tables
@@ -272,58 +292,46 @@ class CudaExecutor:
             prepared = Prepared(steps)
             launches = prepared.between(0, len(steps))
             self._load(launches)
-            if bucket.is_decode:
-                prepared.graph = self.device.capture(launches)
             self._prepared[bucket] = prepared
         return self._prepared[bucket]
 
     def _rows(
-        self, name: str, bucket: Bucket, count: int, wanted: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.float32]:
-        """The first rows of a value of the last step, once it is done; of others than wanted ones nothing is valid."""
-        found = tensor(self.plan.value(name), bucket, self._memory)
-        kind = np.dtype(np.uint16) if found.dtype == "bfloat16" else np.dtype(found.dtype)
-        stride, columns = found.strides[0], found.shape[1]
-        size = ((count - 1) * stride + columns) * kind.itemsize if count else 0
-        if size > len(self._results) and (wanted is None or wanted.any()):
-            self._results = self.device.host(size)
-        for begin, end in [(0, size)] if wanted is None else _runs(wanted, stride * kind.itemsize, size):
-            self.device.fetch(self._results[begin:end], found.address + begin)
+        self, bucket: Bucket, count: int, *names: str, wanted: NDArray[np.bool_] | None = None
+    ) -> list[NDArray[np.float32]]:
+        """The first rows of values of the last step, once it is done; of others than wanted ones nothing is valid."""
+        tensors = {name: tensor(self.plan.value(name), bucket, self._memory) for name in names}
+        for name, found in tensors.items():
+            self._results.fetch(name, found, count, wanted)
         self.device.sync()
-        self._moved = 0
-        if size > len(self._results):
-            return np.zeros((0, columns), np.float32)
-        data = self._results[:size].view(kind)
-        steps = (stride * kind.itemsize, kind.itemsize)
-        rows: NDArray[Any] = np.lib.stride_tricks.as_strided(data, (count, columns), steps)
-        if found.dtype == "bfloat16":
-            return (rows.astype(np.uint32) << 16).view(np.float32)
-        return rows.astype(np.float32, copy=False)
+        self._moves.used = 0
+        return [self._results.rows(name, found, count) for name, found in tensors.items()]
 
     # ----------------------------------------------------------------------------------------------------- loading
     _memory: Memory
     _host: NDArray[np.uint8]
     _drawn: NDArray[np.uint8]
-    _moves: NDArray[np.uint8]
-    """What calls of `move_positions` since the last wait have copied, up to ``_moved``."""
-    _moved: int
-    _results: NDArray[np.uint8]
+    _moves: Moves
+    _results: Rows
+    _last: tuple[Bucket, int]
+    """The last batch, and its tokens."""
     _draws: int
     _closed = False
 
-    def _allocate(self) -> None:
+    def _allocate(self, beside: CudaExecutor | None) -> None:
         """The three arenas, and what a batch takes."""
         device, engine, plan = self.device, self.engine, self.plan
         inputs, drawn = Inputs.of(self._largest).size, draws_bytes(engine.limits.max_batch_tokens)
-        self._host, self._drawn, self._results = device.host(inputs), device.host(drawn), device.host(0)
-        self._moves, self._moved = device.host(2 * inputs), 0
+        self._host, self._drawn = device.host(inputs), device.host(drawn)
+        self._results = Rows(device)
         offsets, at = {}, 0
-        for name, weight in engine.weights.items():
+        own = own_weights(engine, None if beside is None else beside.engine)
+        for name, weight in own.items():
             offsets[name], at = at, at + aligned(weight.data.nbytes)
         weights = device.alloc(max(at, 1), "weights")
-        for name, weight in engine.weights.items():
+        for name, weight in own.items():
             device.put(weights + offsets[name], weight.data)
         engine.release_pages()
+        shared = {} if beside is None else dict(beside._memory.weights)
         _, pool = caches(plan, engine.kv_cache, self.num_blocks, 0)
         base = device.alloc(max(pool, 1), f"the KV cache of {self.num_blocks} blocks")
         arena = device.alloc(max(plan.arena_bytes, 1), "activations")
@@ -335,11 +343,12 @@ class CudaExecutor:
         self._memory = Memory(
             arena=arena,
             inputs=device.alloc(inputs, "the inputs of a step"),
-            weights={name: weights + offset for name, offset in offsets.items()},
+            weights=(shared | {name: weights + offset for name, offset in offsets.items()}),
             caches=caches(plan, engine.kv_cache, self.num_blocks, base)[0],
             scratch=device.alloc(max(self._scratch_bytes, 1), "the scratch memory of a step"),
             table=self._table,
         )
+        self._moves = Moves(device, self._memory, inputs)
 
     def _grow(self, size: int) -> None:
         self._scratch_bytes = size
@@ -369,13 +378,6 @@ class CudaExecutor:
         if images:
             self.device.load(images)
             self._loaded |= images.keys()
-
-
-def _runs(wanted: NDArray[np.bool_], row_bytes: int, size: int) -> Iterator[tuple[int, int]]:
-    """Bytes from and to which rows are wanted, that stand one after the other."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], wanted.view(np.int8), [0]])))
-    for begin, end in edges.reshape(-1, 2):
-        yield int(begin) * row_bytes, min(int(end) * row_bytes, size)
 
 
 def _kernels(engine: Engine) -> Mapping[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from llmc.runtime.fusing import fuse_gates
 from llmc.runtime.kv_budget import MAX_LOGIT_BYTES
 
 if TYPE_CHECKING:
-    from llmc.runtime.engine import Engine
+    from llmc.runtime.engine import Engine, Weight
     from llmc.runtime.manifest import KvCacheSpec, Limits
     from llmc.runtime.plan import Plan
 
@@ -98,12 +98,18 @@ class BucketSize:
     inputs: int
 
 
-def plan_of(engine: Engine, arch: str) -> MemoryPlan:
-    """That of an engine with the kernels of an architecture."""
+def plan_of(engine: Engine, arch: str, beside: Engine | None = None) -> MemoryPlan:
+    """That of an engine with the kernels of an architecture; without the weights that it shares with another."""
     kernels = sum(entry.size for name, entry in engine.manifest.files.items() if name.startswith(f"kernels-{arch}/"))
     plan, capability = fuse_gates(engine.plan), int(arch.removeprefix("sm_"))
-    weights = sum(aligned(weight.data.nbytes) for weight in engine.weights.values())
+    weights = sum(aligned(weight.data.nbytes) for weight in own_weights(engine, beside).values())
     return measure(plan, engine.kv_cache, engine.limits, weights, kernels, capability)
+
+
+def own_weights(engine: Engine, beside: Engine | None) -> Mapping[str, Weight]:
+    """Those that another engine on the same device does not have."""
+    there = {} if beside is None else beside.weights
+    return {name: weight for name, weight in engine.weights.items() if there.get(name) is not weight}
 
 
 def measure(plan: Plan, spec: KvCacheSpec, limits: Limits, weights: int, kernels: int, capability: int) -> MemoryPlan:
@@ -119,7 +125,7 @@ def measure(plan: Plan, spec: KvCacheSpec, limits: Limits, weights: int, kernels
         scratch=max(size.scratch for size in sizes),
         kernels=kernels,
         graphs=graphs,
-        block=max(1, pool // POOL_STEP),
+        block=max(1 if plan.kv_slots else 0, pool // POOL_STEP),
         block_size=spec.block_size,
     )
 

@@ -10,9 +10,9 @@ import engines
 import numpy as np
 import pytest
 import torch
-from eagle_layers import Reference, config_of, random_layer, write_layer
+from eagle_layers import Reference, config_of, good_layer, random_layer, write_layer
 from packed import random_model
-from script_models import T0, next_tokens, write_script_model
+from script_models import T0, next_tokens, script_rows, write_script_model
 
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
@@ -176,34 +176,6 @@ def test_features_are_those_of_transformers(built: Built) -> None:
         assert close(np.concatenate(parts), built.features(packed.ids[name]))
 
 
-def good_layer(kind: str, following: dict[int, int], rows: Any, noise: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For a model whose next token follows from the last: what the row of the last token says, plus noise."""
-    size = len(rows)
-    config = config_of(kind) | T0 | {"num_hidden_layers": 1, "num_key_value_heads": 4}
-    config |= {"draft_vocab_size": size - 4, "norm_before_residual": True}
-    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 1]
-    arrays = random_layer(kind, config)
-    for name, array in arrays.items():
-        if name != "d2t" and not name.endswith(("q_proj.weight", "k_proj.weight")):
-            array[:] = 0
-    eye, rng = np.eye(T0["hidden_size"], dtype=np.float32), np.random.default_rng(1)
-    if kind == "eagle":
-        arrays["fc.weight"][:, : len(eye)] = 20 * eye
-        arrays["fc.weight"] += noise * rng.normal(size=arrays["fc.weight"].shape).astype(np.float32)
-        return arrays, config
-    for name in ("q", "k"):  # each row looks at itself
-        arrays[f"midlayer.self_attn.{name}_proj.weight"][:] = np.concatenate([20 * eye, 0 * eye], 1)
-    arrays["midlayer.self_attn.v_proj.weight"][:, : len(eye)] = eye
-    arrays["midlayer.self_attn.o_proj.weight"][:] = eye
-    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
-        arrays[name][:] = 1
-    ids = np.arange(size - 4) + arrays["d2t"]
-    before = {token: last for last, token in following.items()}
-    arrays["lm_head.weight"] = 3 * rows[[before[token] for token in ids]]
-    arrays["lm_head.weight"] += noise * rng.normal(size=arrays["lm_head.weight"].shape).astype(np.float32)
-    return arrays, config
-
-
 SCRIPT_PROMPTS = [[3], [10, 11, 12], [200] * 20, [382], list(range(20, 60))]
 
 
@@ -211,8 +183,7 @@ SCRIPT_PROMPTS = [[3], [10, 11, 12], [200] * 20, [382], list(range(20, 60))]
 def test_a_layer_that_knows_the_model_is_always_right(kind: str, tmp_path: Path) -> None:
     model = write_script_model(tmp_path / "model", [], eos_token_id=2)
     following = next_tokens([], T0["vocab_size"])
-    rows = np.random.default_rng(0).normal(size=(T0["vocab_size"], T0["hidden_size"])).astype(np.float32)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    rows = script_rows()
     options: dict[str, Any] = {"max_seq_len": 96, "dtype": "float32"}
     for name, noise in (("good", 0.0), ("fair", 0.85)):
         arrays, config = good_layer(kind, following, rows, noise)

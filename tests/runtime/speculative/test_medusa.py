@@ -8,57 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import safetensors_bytes
-from script_models import T0, next_tokens, write_script_model
+from medusa_heads import write_heads
+from script_models import write_script_model
 
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
-from llmc.compiler.model_directory import ModelDirectory
-from llmc.compiler.safetensors_file import SafetensorsFile
 from llmc.errors import EngineError, UsageError
 from llmc.runtime.engine import load_engine
 from llmc.runtime.heads import HeadTree, read_heads
 from llmc.runtime.speculative.medusa import grow
 from llmc.runtime.speculative.opening import Speculation
 
-HEADS, HIDDEN, VOCABULARY = 3, T0["hidden_size"], T0["vocab_size"]
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
-
-
-def write_heads(folder: Path, outputs: list[Any] | None) -> Path:
-    """Heads that leave their input as it is, with output layers of their own; None: random ones, which share it."""
-    random = np.random.default_rng(0)
-    tensors: dict[str, Any] = {}
-    for head in range(HEADS):
-        scale = 0.0 if outputs else 1.0
-        tensors[f"{head}.0.linear.weight"] = (scale * random.normal(size=(HIDDEN, HIDDEN))).astype(np.float32)
-        tensors[f"{head}.0.linear.bias"] = (scale * random.normal(size=HIDDEN)).astype(np.float32)
-        if outputs:
-            tensors[f"{head}.1.weight"] = outputs[head]
-    folder.mkdir()
-    (folder / "medusa_lm_head.safetensors").write_bytes(safetensors_bytes(tensors))
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("medusa")
     model = write_script_model(folder / "model", [], eos_token_id=2)
-    following = next_tokens([], VOCABULARY)
-    tensor = SafetensorsFile(ModelDirectory(model), "model.safetensors").tensor("model.embed_tokens.weight")
-    rows, outputs = tensor.rows(0, VOCABULARY), []
-    places = np.array([following[token] for token in range(VOCABULARY)])
-    ahead = places
-    for _ in range(HEADS):
-        ahead = places[ahead]
-        output = np.empty_like(rows)
-        output[ahead] = rows
-        outputs.append(output)
     engines = {}
-    for name, tree, given in (("perfect", "chain:3", outputs), ("random", "tree.json", None)):
-        heads = write_heads(folder / f"{name}-heads", given)
+    for name, tree in (("perfect", "chain:3"), ("random", "tree.json")):
+        heads = write_heads(folder / f"{name}-heads", right=name == "perfect")
         (folder / "tree.json").write_text("[[0], [1], [0, 0], [2], [0, 0, 3], [1, 1]]")
         path = tree if tree.startswith("chain") else str(folder / tree)
         build_engine(model, folder / name, BuildConfig(medusa=heads, medusa_tree=path, max_seq_len=96))

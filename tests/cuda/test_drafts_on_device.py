@@ -1,0 +1,120 @@
+"""Medusa heads and EAGLE layers of engines for CUDA: they run on the device, and change no token."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_models import distance
+from driver import counts, fake_gpu, held
+from eagle_layers import good_layer, write_layer
+from emulated import EmulatedDevice
+from medusa_heads import HEADS, HIDDEN, write_heads
+from safetensors.numpy import load_file
+from script_models import next_tokens, script_rows, write_script_model
+
+from llmc import LLM, SamplingParams
+from llmc.compiler.api import build_engine
+from llmc.compiler.config import BuildConfig
+from llmc.errors import UsageError
+from llmc.runtime.devices.cuda.memory import budget
+from llmc.runtime.devices.cuda.rows import rounded
+from llmc.runtime.speculative.medusa import HeadRunner, MedusaProposer
+from llmc.runtime.speculative.opening import Speculation
+
+CONTEXT = 32
+PROMPTS = [[3], [200] * 18, [382, 10]]
+GREEDY: dict[str, Any] = {"temperature": 0}
+ENGINES = {
+    "right": ("eagle3", True, {"quantization": "rtn:bits=8,group=32", "compute": "float32"}),
+    "tied": ("eagle", False, {"kv_dtype": "int8"}),
+}
+"""The kind of layer, whether the heads are right, and how the engine is built."""
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """By name, built once: with heads and a layer, both for a model whose text is known."""
+    return cache(lambda name: build(name, tmp_path_factory.mktemp(name)))
+
+
+def build(name: str, folder: Path) -> Path:
+    kind, right, options = ENGINES[name]
+    model, rows = write_script_model(folder / "model", [], eos_token_id=2), script_rows()
+    arrays, config = good_layer(kind, next_tokens([], len(rows)), rows, 0.6)
+    (folder / "tree.json").write_text("[[1], [0], [0, 0], [2], [0, 0, 0]]")
+    heads = {"medusa": write_heads(folder / "heads", right=right), "medusa_tree": str(folder / "tree.json")}
+    sizes = {"max_seq_len": CONTEXT, "max_batch_tokens": 64, "max_sequences": 6}
+    layer = write_layer(folder / "layer", arrays, config)
+    target = {"target": "cuda:sm_90", "dtype": "bfloat16"}
+    build_engine(model, folder / "engine", BuildConfig(eagle=layer, **heads, **sizes, **target, **options))
+    return folder / "engine"
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("right", "medusa"), ("right", "eagle"), ("tied", "eagle")])
+def test_tokens_are_those_without_drafts(
+    engines: Callable[[str], Path], emulated: list[EmulatedDevice], name: str, drafts: str
+) -> None:
+    """Greedy and drawn ones, up to the end of the context."""
+    params = [SamplingParams(max_tokens=CONTEXT, ignore_eos=True, **more) for more in (GREEDY, {"seed": 5}, GREEDY)]
+    texts = []
+    for asked in (None, Speculation(drafts, tokens=5)):
+        llm = LLM(engines(name), check=True, speculative=asked)
+        texts.append([result.token_ids for result in llm.generate(PROMPTS, params)])
+        assert [len(text) for text in texts[-1]] == [CONTEXT - len(prompt) for prompt in PROMPTS]
+    assert texts[0] == texts[1]
+    assert len(emulated) == 2, "the model and what drafts share a device"
+    statistics = llm.scheduler.statistics
+    assert statistics.failed_steps == 0
+    assert statistics.drafted > 20
+    assert statistics.accepted > 10
+    assert "move_positions" in emulated[-1].names
+
+
+def test_memory_of_heads_and_layers_is_planned(engines: Callable[[str], Path]) -> None:
+    with fake_gpu([], memory=32 << 20) as gpu:
+        taken = {}
+        for drafts in (None, "medusa", "eagle"):
+            llm = LLM(engines("right"), speculative=drafts, gpu_memory="6MiB")
+            taken[drafts] = counts(gpu)["bytes"]
+            assert taken[drafts] <= budget("6MiB", 32 << 20)
+            assert counts(gpu)["contexts"] == 1
+            llm.close()
+            assert not held(gpu)
+        assert taken[None] < min(taken["medusa"], taken["eagle"])
+
+
+def test_heads_compute_what_they_are(engines: Callable[[str], Path], emulated: list[EmulatedDevice]) -> None:
+    """With the output layer of the model; also of rows that come in several runs."""
+    engine = engines("tied")
+    llm = LLM(engine, speculative="medusa")
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    proposer = speculator._proposer
+    assert isinstance(proposer, MedusaProposer)
+    runner: HeadRunner = proposer._runner
+    tensors = load_file(engine.parent / "heads/medusa_lm_head.safetensors")
+    head = load_file(engine.parent / "model/model.safetensors")["lm_head.weight"]
+    x = np.random.default_rng(2).normal(size=(5, HIDDEN)).astype(np.float32)
+    found = runner._run(x)
+    for number in range(HEADS):
+        y = x @ tensors[f"{number}.0.linear.weight"].T + tensors[f"{number}.0.linear.bias"]
+        assert distance(found[number], (x + y / (1 + np.exp(-y))) @ head.T) < 0.03
+    alone = np.concatenate([runner.best(row[None], 4) for row in x], axis=1)
+    assert np.array_equal(runner.best(np.concatenate([x, x]), 4)[:, 5:], alone)
+
+
+def test_rows_are_rounded_to_the_nearest() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7F800001, 0xFF800000], np.uint32)
+    found = rounded("bfloat16", bits.view(np.float32)).view(np.uint16)
+    assert found.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FC0, 0xFF80]
+    assert rounded("float16", np.float32([1.5])).view(np.float16) == 1.5
+
+
+def test_steps_are_not_timed_on_another_machine(engines: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, target = engines("right").parent, {"target": "cuda:sm_90", "dtype": "bfloat16"}
+    config = BuildConfig(medusa=folder / "heads", medusa_cost="measure", **target)
+    with pytest.raises(UsageError, match="--medusa-cost measure: steps of engines for cuda:sm_90 are not run here"):
+        build_engine(folder / "model", tmp_path / "engine", config)
