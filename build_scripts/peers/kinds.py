@@ -12,6 +12,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.parent
 CONSTRAINTS = HERE / "constraints.txt"
+CACHE = "-kv8"
+"""Ends formats with a cache of 8 bits, which OpenVINO has in any case."""
 MOST_SECONDS = 1200
 """That an installation or conversion may take."""
 
@@ -84,7 +86,9 @@ def _llmc(checkpoint: Path, form: str, work: Path) -> Path:
         "int8": ["--quant", "int8", *quantized],
         "int4": ["--quant", "int4", *quantized],
         "w8a8": ["--quant", "smoothquant:search=false", "--calib-samples", "4", *quantized],
-    }[form]
+    }[form.removesuffix(CACHE)]
+    if form.endswith(CACHE):
+        options = [*options, "--kv-dtype", "int8"]
     engine = work / f"{checkpoint.name}.{form}.engine"
     return _finished(
         engine, lambda path: run([sys.executable, "-P", "-m", "llmc", "build", *options, checkpoint, "-o", path])
@@ -114,7 +118,7 @@ def _openvino_python(work: Path) -> Path:
 def _openvino(checkpoint: Path, form: str, work: Path) -> Path:
     packages = ("optimum-intel", "nncf", "openvino>=2026.4,<2027", "openvino-tokenizers")
     python = environment(work / "convert-openvino", "optimum.intel, nncf, openvino", packages, without="torchvision")
-    name = {"int4": "int4", "int8": "int8", "w8a8": "int8", "bf16": "fp16"}[form]
+    name = {"int4": "int4", "int8": "int8", "w8a8": "int8", "bf16": "fp16"}[form.removesuffix(CACHE)]
     hidden = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
     group = 128 if hidden % 128 == 0 else 64
     options = ["--sym", "--group-size", str(group), "--ratio", "1.0"] if name == "int4" else []
@@ -149,10 +153,18 @@ LLMC = Kind(
         "int8": "int8, groups of 32, head too",
         "w8a8": "int8 weights and inputs, head too",
         "bf16": "bfloat16",
+        **{f"{form}{CACHE}": f"{form}, cache in int8" for form in ("int4", "int8", "w8a8", "bf16")},
     },
     lambda work: Path(sys.executable),
     _llmc,
 )
+
+OPENVINO = {  # its cache has 8 bits unless it is asked for others
+    "int4": "int4 symmetric, groups of 128 (64 for smol135m), head int8",
+    "int8": "int8 per channel",
+    "w8a8": "int8 per channel",
+    "bf16": "f16 weights, bfloat16 products",
+}
 
 PEERS = (
     Kind(
@@ -165,12 +177,7 @@ PEERS = (
     Kind(
         "OpenVINO",
         "openvino_peer",
-        {
-            "int4": "int4 symmetric, groups of 128 (64 for smol135m), head int8",
-            "int8": "int8 per channel",
-            "w8a8": "int8 per channel",
-            "bf16": "f16 weights, bfloat16 products",
-        },
+        OPENVINO | {f"{form}{CACHE}": name for form, name in OPENVINO.items()},
         _openvino_python,
         _openvino,
     ),

@@ -49,7 +49,7 @@ bool runs_here(const std::string& level) {
   if (level == "avx512vnni") return vnni;
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (level == "avx512bf16") return bf16;
-  if (level == "amx") return bf16 && has_amx();
+  if (level == "amx") return bf16 && __builtin_cpu_supports("avx512vbmi") && has_amx();
 #elif defined(__aarch64__)
   if (level == "neon") return true;
 #if defined(__linux__)

@@ -76,5 +76,54 @@ f32x16 value_factors(const T* page, const PageLayout& layout, std::int64_t dims)
   return factor;
 }
 
+// 2^x = 2^(x - floor(x)) * 2^floor(x) within 3e-6, in instructions that issue twice a cycle; scalef takes the floor
+// itself.
+LLMC_INLINE f32x16 rough_power(f32x16 x) {
+  x = max(broadcast(-126.0f), x);
+  const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
+  return {_mm512_scalef_ps(p.v, x.v)};
+}
+
+constexpr int kPairDepth = 32;  // positions of bf16 that one tile instruction sums over
+
+// Weights of R rows as in weights.h, but times `factors` of the positions, if there are any, and rounded to bf16 in
+// `weights` [R][kTile], 32 positions at a time.
+template <int R>
+LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
+                                const float* factors, float* top, float* total) {
+  const int first = begin / kPairDepth * kPairDepth, last = (end + kPairDepth - 1) / kPairDepth * kPairDepth;
+  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
+  f32x16 sum[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
+  for (int j = first; j < last; j += kPairDepth) {
+    const bool partial = j < begin || j + kPairDepth > end;
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* place = scores + r * kTile + j;
+      f32x16 a = rough_power(fmadd(load(place), factor, least[r]));
+      f32x16 b = rough_power(fmadd(load(place + kLanes), factor, least[r]));
+      if (partial) {
+        a = select(lanes_between(begin, end, j), a, zero());
+        b = select(lanes_between(begin, end, j + kLanes), b, zero());
+      }
+      sum[r] = sum[r] + a;
+      sum[r] = sum[r] + b;
+      if (factors != nullptr) {
+        a = a * load(factors + j);
+        b = b * load(factors + j + kLanes);
+        if (partial) {  // 0 * NaN
+          a = select(lanes_between(begin, end, j), a, zero());
+          b = select(lanes_between(begin, end, j + kLanes), b, zero());
+        }
+      }
+      _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
+}
+
 }  // namespace llmc::LLMC_ISA
 #endif

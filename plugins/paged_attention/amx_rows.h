@@ -1,108 +1,20 @@
-// Tiles of a bf16 or quantized cache computed with AMX: queries and weights are rounded to bf16, sums are float32. Rows
-// fill tiles of 16; a row's result does not depend on the others, and positions that it does not see have weight 0,
-// which adds nothing.
+// Tiles of a bf16 or quantized cache computed with AMX: queries and weights are rounded to bf16, sums are float32; with
+// an int8 cache all is in integers (amx_codes.h). Rows fill tiles of 16; a row's result does not depend on the others,
+// and positions that it does not see have weight 0, which adds nothing.
 #pragma once
 #ifdef __AMX_BF16__
 #include <immintrin.h>
 
-#include "amx_pages.h"
+#include "amx_codes.h"
+#include "amx_product.h"
 #include "job_rows.h"
-#include "panels_amx.h"
 
 namespace llmc::LLMC_ISA {
-
-constexpr int kTileRows = 16;
-constexpr int kTileDepth = 32;                     // what one tile instruction sums over
-constexpr int kTileSize = kTileRows * kTileDepth;  // elements of bf16
-constexpr int kTileSteps = kTile / kTileDepth;
-
-// c [16 or 32 rows][16 or 32 columns] = a [rows][32 steps] times b, whose 32-step tiles [16][16][2] are b_step elements
-// apart; the columns from 16 on are those of b1. Behind the steps may come one more, in rest0 and rest1. kMore: added
-// to what c already is.
-template <bool kTwoRows, bool kTwoColumns, bool kMore>
-void multiply_tiles(const bf16* a, std::int64_t a_stride, std::int64_t steps, const bf16* b0, const bf16* b1,
-                    std::int64_t b_step, const bf16* rest0, const bf16* rest1, float* c0, float* c1,
-                    std::int64_t c_stride) {
-  memory_barrier();
-  if constexpr (kMore) {
-    _tile_loadd(0, c0, c_stride * 4);
-    if constexpr (kTwoColumns) _tile_loadd(1, c1, c_stride * 4);
-    if constexpr (kTwoRows) _tile_loadd(2, c0 + kTileRows * c_stride, c_stride * 4);
-    if constexpr (kTwoRows && kTwoColumns) _tile_loadd(3, c1 + kTileRows * c_stride, c_stride * 4);
-  } else {
-    _tile_zero(0);
-    if constexpr (kTwoColumns) _tile_zero(1);
-    if constexpr (kTwoRows) _tile_zero(2);
-    if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
-  }
-  const auto step = [&](const bf16* x, const bf16* y0, const bf16* y1) {
-    (void)y1;
-    _tile_loadd(4, x, a_stride * 2);
-    _tile_loadd(6, y0, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kTwoColumns) _tile_loadd(7, y1, 64);
-    if constexpr (kTwoColumns) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kTwoRows) _tile_loadd(5, x + kTileRows * a_stride, a_stride * 2);
-    if constexpr (kTwoRows) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (kTwoRows && kTwoColumns) _tile_dpbf16ps(3, 5, 7);
-  };
-  for (std::int64_t s = 0; s < steps; ++s) step(a + s * kTileDepth, b0 + s * b_step, b1 + s * b_step);
-  if (rest0 != nullptr) step(a + steps * kTileDepth, rest0, rest1);
-  store_tile<0>(c0, c_stride * 4);
-  if constexpr (kTwoColumns) store_tile<1>(c1, c_stride * 4);
-  if constexpr (kTwoRows) store_tile<2>(c0 + kTileRows * c_stride, c_stride * 4);
-  if constexpr (kTwoRows && kTwoColumns) store_tile<3>(c1 + kTileRows * c_stride, c_stride * 4);
-}
-
-// Weights of R rows as in weights.h, but times `factors` of the positions, if there are any, and rounded to bf16 in
-// `weights` [R][kTile], 32 positions at a time; the
-// polynomial is good for 3e-6, which bf16 does not tell apart, and all of it is in instructions that issue twice a
-// cycle.
-template <int R>
-LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
-                                const float* factors, float* top, float* total) {
-  const int first = begin / kTileDepth * kTileDepth, last = (end + kTileDepth - 1) / kTileDepth * kTileDepth;
-  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
-  f32x16 sum[R], least[R];
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
-  const auto power = [](f32x16 x) -> f32x16 {  // 2^x = 2^(x - floor(x)) * 2^floor(x); scalef takes the floor itself
-    x = max(broadcast(-126.0f), x);
-    const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
-    const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
-    return {_mm512_scalef_ps(p.v, x.v)};
-  };
-  for (int j = first; j < last; j += kTileDepth) {
-    const bool partial = j < begin || j + kTileDepth > end;
-    LLMC_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const float* place = scores + r * kTile + j;
-      f32x16 a = power(fmadd(load(place), factor, least[r])), b = power(fmadd(load(place + kLanes), factor, least[r]));
-      if (partial) {
-        a = select(lanes_between(begin, end, j), a, zero());
-        b = select(lanes_between(begin, end, j + kLanes), b, zero());
-      }
-      sum[r] = sum[r] + a;
-      sum[r] = sum[r] + b;
-      if (factors != nullptr) {
-        a = a * load(factors + j);
-        b = b * load(factors + j + kLanes);
-        if (partial) {  // 0 * NaN
-          a = select(lanes_between(begin, end, j), a, zero());
-          b = select(lanes_between(begin, end, j + kLanes), b, zero());
-        }
-      }
-      _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
-    }
-  }
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
-}
 
 template <class T>
 class AmxRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::seen_, Base::own_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::seen_, Base::own_;
 
  public:
   static constexpr std::int64_t kMostRows = 192;
@@ -110,40 +22,60 @@ class AmxRows : public JobRows<T> {
   AmxRows(const Step& step, const JobSizes& sizes, std::byte* memory)
       : Base(step, sizes, memory),
         depth_((step.key_dim + kTileDepth - 1) / kTileDepth * kTileDepth),
-        q_(this->template take<bf16>(this->padded(sizes.rows) * depth_)),
+        q_(this->template take<Number>(this->padded(sizes.rows) * kParts * depth_)),
         scores_(this->template take<float>(kGroup * kTile)),
-        weights_(this->template take<bf16>(kGroup * kTile)),
-        values_(this->template take<bf16>(kTile * step.width)),
-        rest_(!kQuantized<T> && depth_ != step.key_dim ? this->template take<bf16>(kTileBlocks * kTileSize) : nullptr),
-        keys16_(kQuantized<T> ? this->template take<bf16>(kTile * depth_) : nullptr) {}
+        weights_(this->template take<Weight>(kGroup * kParts * kTile)),
+        values_(this->template take<Number>(kTile * step.width)),
+        rest_(!kQuantized<T> && depth_ != step.key_dim ? this->template take<Number>(kTileBlocks * kTileSize)
+                                                       : nullptr),
+        keys_of_codes_(kQuantized<T> ? this->template take<Number>(kTile * depth_) : nullptr),
+        sums_(kInteger ? this->template take<float>(kGroup * kParts * std::max<std::int64_t>(kTile, step.width))
+                       : nullptr),
+        query_factors_(kInteger ? this->template take<float>(sizes.rows) : nullptr) {}
 
-  void run(const Job& job) {
+  void run(const Job& job, const JobQueue& queue) {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
-      std::memset(q_ + row * depth_, 0, static_cast<std::size_t>(depth_) * sizeof(bf16));
-      convert_row(query, stride, step_.key_dim, q_ + row * depth_);
+      Number* q = q_ + row * kParts * depth_;
+      if constexpr (kInteger) {
+        query_factors_[row] = split_query(query, step_.key_dim, depth_, q);  // it was rotated, so it is contiguous
+      } else {
+        std::memset(q, 0, static_cast<std::size_t>(depth_) * sizeof(Number));
+        convert_row(query, stride, step_.key_dim, q);
+      }
     });
-    if (!this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;
+    if (!this->walk(job, queue, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) return;
     if constexpr (!kQuantized<T>) order_values();
     this->finish(job);
   }
 
  private:
+  static constexpr bool kInteger = std::is_same_v<T, i8>;
+  using Number = std::conditional_t<kInteger, std::int8_t, bf16>;
+  using Weight = std::conditional_t<kInteger, std::uint8_t, bf16>;
+  static constexpr int kParts = kInteger ? 2 : 1;           // rows of A for a row
+  static constexpr int kTileDepth = 64 / sizeof(Number);    // what one tile instruction sums over
+  static constexpr int kTileSize = kTileRows * kTileDepth;  // of B
+  static constexpr int kTilePages = kTileDepth / kLanes;    // of values
   // Rows that go through all steps of a tile before the next ones: what they use stays in the nearest cache.
-  static constexpr std::int64_t kGroup = 2 * kTileRows;
+  static constexpr std::int64_t kGroup = 2 * kTileRows / kParts;
 
   void attend(std::int64_t tile, const TilePart& any) {
     const int first = any.begin / kLanes, last = any.blocks_end();
     for (int b = 0; b < kTileBlocks; ++b) {
       this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
-      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_keys_[b], next_pages_[b]);
+      this->find_next_page(tile, b, next_keys_[b], next_pages_[b]);
+      if (b < first || b >= last) {
+        fetch_page(next_keys_[b], cache_.key_page);
+        fetch_page(next_pages_[b], cache_.value_page);
+      }
       if constexpr (kQuantized<T>) {
-        operands_[b] = keys16_ + std::clamp(b, first, last - 1) * kLanes * depth_;
+        operands_[b] = keys_of_codes_ + std::clamp(b, first, last - 1) * kLanes * depth_;
       } else {
         operands_[b] = keys_[b];
       }
     }
-    shared_end_ = own_ < last ? own_ / 2 * kTileDepth : kTile;
+    shared_end_ = own_ < last ? own_ / kTilePages * kTileDepth : kTile;
     prepare_keys(first, std::min(last, own_));
     prepare_values(any.begin, std::min(any.end, shared_end_));
     for (std::int64_t row = 0; row < rows_; row += kGroup) attend_rows(row, std::min(kGroup, rows_ - row));
@@ -162,8 +94,8 @@ class AmxRows : public JobRows<T> {
   void prepare_values(int begin, int end) {
     if (begin >= end) return;
     if constexpr (kQuantized<T>) {
-      const int last = (end + kTileDepth - 1) / kTileDepth * 2;
-      for (int b = begin / kTileDepth * 2; b < last; ++b) convert_values(b, pages_[b], next_pages_[b]);
+      const int last = (end + kTileDepth - 1) / kTileDepth * kTilePages;
+      for (int b = begin / kTileDepth * kTilePages; b < last; ++b) convert_values(b, pages_[b], next_pages_[b]);
     } else {
       TilePart part;
       part.begin = begin;
@@ -175,14 +107,23 @@ class AmxRows : public JobRows<T> {
   // Block b of a tile of codes.
   void convert_keys(int b, const T* keys, const T* ahead) {
     fetch_page(ahead, cache_.key_page);
-    pair_keys(keys, cache_.key_page, step_.key_dim, depth_, keys16_ + b * kLanes * depth_);
+    Number* out = keys_of_codes_ + b * kLanes * depth_;
+    if constexpr (kInteger) {
+      quad_keys(keys, step_.key_dim, out);
+    } else {
+      pair_keys(keys, cache_.key_page, step_.key_dim, depth_, out);
+    }
     if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys, cache_.key_page));
   }
   void convert_values(int b, const T* values, const T* ahead) {
     const std::int64_t blocks = step_.width / kLanes;
     fetch_page(ahead, cache_.value_page);
-    bf16* out = values_ + b / 2 * blocks * kTileSize + b % 2 * kLanes * kLanes;
-    pair_page(values, cache_.value_page, step_.value_dim, kTileSize, out);
+    Number* out = values_ + b / kTilePages * blocks * kTileSize + b % kTilePages * (kTileSize / kTilePages);
+    if constexpr (kInteger) {
+      quad_values(values, step_.value_dim, kTileSize, out);
+    } else {
+      pair_page(values, cache_.value_page, step_.value_dim, kTileSize, out);
+    }
     store(factors_ + b * kLanes, value_factors(values, cache_.value_page, step_.value_dim));
   }
 
@@ -207,6 +148,7 @@ class AmxRows : public JobRows<T> {
       prepare_values(begin, own.end);
       weigh(r, rows, begin, own.end, seen, part.begin < end);
     });
+    if constexpr (kInteger) join_values(count, seen);
     this->settle(row, count);
   }
 
@@ -226,8 +168,8 @@ class AmxRows : public JobRows<T> {
   }
 
   void configure(std::int64_t count) {
-    tiles_.configure(static_cast<int>(std::min<std::int64_t>(count, kTileRows)),
-                     static_cast<int>(std::max<std::int64_t>(count - kTileRows, 0)));
+    tiles_.configure(static_cast<int>(std::min<std::int64_t>(count * kParts, kTileRows)),
+                     static_cast<int>(std::max<std::int64_t>(count * kParts - kTileRows, 0)));
   }
 
   // Where a page's last dims fill no tile: what follows them is not the key's.
@@ -290,10 +232,12 @@ class AmxRows : public JobRows<T> {
   }
 
   // Products with one or two tiles of rows and of columns.
-  template <bool kMore>
+  template <bool kMore, class A>
   static auto product(std::int64_t count, bool pair) {
-    if (count > kTileRows) return pair ? multiply_tiles<true, true, kMore> : multiply_tiles<true, false, kMore>;
-    return pair ? multiply_tiles<false, true, kMore> : multiply_tiles<false, false, kMore>;
+    if (count * kParts > kTileRows) {
+      return pair ? multiply_tiles<true, true, kMore, A, Number> : multiply_tiles<true, false, kMore, A, Number>;
+    }
+    return pair ? multiply_tiles<false, true, kMore, A, Number> : multiply_tiles<false, false, kMore, A, Number>;
   }
 
   // Rows of the job from `row` on, and blocks first .. end - 1: the scores from row r on.
@@ -303,30 +247,66 @@ class AmxRows : public JobRows<T> {
     for (int b = first; b < end; b += 2) {
       const bool pair = b + 1 < end;
       const int other = pair ? b + 1 : b;
-      float* out = scores_ + r * kTile + b * kLanes;
-      product<false>(count, pair)(q_ + row * depth_, depth_, steps, operands_[b], operands_[other], kTileSize,
-                                  rest_of(b), rest_of(other), out, out + kLanes, kTile);
+      float* out = (kInteger ? sums_ : scores_) + r * kParts * kTile + b * kLanes;
+      product<false, Number>(count, pair)(q_ + row * kParts * depth_, depth_, steps, operands_[b], operands_[other],
+                                          kTileSize, rest_of(b), rest_of(other), out, out + kLanes, kTile);
     }
   }
 
   void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
     this->for_each_alike(first, first + count,
                          [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
-                           const std::int64_t r = row - first;
-                           bf16* weights = weights_ + r * kTile;
-                           if (part.begin != 0 || part.end != kTile) {  // what a row does not see has weight 0
-                             std::memset(weights, 0, static_cast<std::size_t>(alike) * kTile * sizeof(bf16));
-                           }
-                           if (part.begin >= part.end) return;
-                           if constexpr (kQuantized<T>) {
-                             if (part.end > shared_end_) find_factors(row / step_.group, part);
-                           }
-                           constexpr decltype(&soften_to_bf16<1>) run[] = {
-                               nullptr, soften_to_bf16<1>, soften_to_bf16<2>, soften_to_bf16<3>, soften_to_bf16<4>};
-                           if constexpr (kScaled<T>) scale_rows(scores_ + r * kTile, alike, part, key_scales_);
-                           run[alike](scores_ + r * kTile, weights, part.begin, part.end, logit, distance,
-                                      kQuantized<T> ? factors_ : nullptr, seen.largest + r, seen.sum + r);
+                           soften_alike(row, row - first, alike, part, logit, distance, seen);
                          });
+  }
+
+  // Rows of the job from `row` on, which are those from r on of the group and see the same.
+  void soften_alike(std::int64_t row, std::int64_t r, int alike, const TilePart& part, const Logit& logit,
+                    float distance, const Seen& seen) {
+    Weight* weights = weights_ + r * kParts * kTile;
+    if (part.begin != 0 || part.end != kTile) {  // what a row does not see has weight 0
+      std::memset(weights, 0, static_cast<std::size_t>(alike * kParts) * kTile * sizeof(Weight));
+      std::fill_n(weight_factors_ + r, alike, 0.0f);
+    }
+    if (part.begin >= part.end) return;
+    if constexpr (kQuantized<T>) {
+      if (part.end > shared_end_) find_factors(row / step_.group, part);
+    }
+    float *scores = scores_ + r * kTile, *largest = seen.largest + r, *sum = seen.sum + r;
+    if constexpr (kInteger) {
+      constexpr decltype(&soften_to_parts<1>) run[] = {nullptr, soften_to_parts<1>, soften_to_parts<2>,
+                                                       soften_to_parts<3>, soften_to_parts<4>};
+      join_scores(row, r, alike, part);
+      run[alike](scores, weights, part.begin, part.end, logit, distance, factors_, largest, sum, weight_factors_ + r);
+    } else {
+      constexpr decltype(&soften_to_bf16<1>) run[] = {nullptr, soften_to_bf16<1>, soften_to_bf16<2>, soften_to_bf16<3>,
+                                                      soften_to_bf16<4>};
+      if constexpr (kScaled<T>) scale_rows(scores, alike, part, key_scales_);
+      run[alike](scores, weights, part.begin, part.end, logit, distance, kQuantized<T> ? factors_ : nullptr, largest,
+                 sum);
+    }
+  }
+
+  // Scores of rows from the sums over their parts.
+  void join_scores(std::int64_t row, std::int64_t r, int count, const TilePart& part) {
+    for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {
+      const f32x16 scale = load(key_scales_ + j);
+      for (int i = 0; i < count; ++i) {
+        const float* sums = sums_ + (r + i) * kParts * kTile + j;
+        store(scores_ + (r + i) * kTile + j, join_parts(sums, sums + kTile) * (scale * query_factors_[row + i]));
+      }
+    }
+  }
+
+  // The same of the weighted values.
+  void join_values(std::int64_t count, const Seen& seen) {
+    const std::int64_t width = step_.width;
+    for (std::int64_t r = 0; r < count; ++r) {
+      const float* sums = sums_ + r * kParts * width;
+      for (std::int64_t d = 0; d < width; d += kLanes) {
+        store(seen.values + r * width + d, join_parts(sums + d, sums + width + d) * weight_factors_[r]);
+      }
+    }
   }
 
   // What the scores and weights of a token are multiplied by where it has pages of its own.
@@ -344,25 +324,26 @@ class AmxRows : public JobRows<T> {
     const int first = begin / kTileDepth, last = (end + kTileDepth - 1) / kTileDepth;
     for (std::int64_t d = 0; d < blocks; d += 2) {
       const bool pair = d + 1 < blocks;
-      const bf16* b = values_ + (first * blocks + d) * kTileSize;
-      float* out = seen.values + r * step_.width + d * kLanes;
-      (more ? product<true>(count, pair) : product<false>(count, pair))(
-          weights_ + r * kTile + first * kTileDepth, kTile, last - first, b, pair ? b + kTileSize : b,
+      const Number* b = values_ + (first * blocks + d) * kTileSize;
+      float* out = (kInteger ? sums_ : seen.values) + r * kParts * step_.width + d * kLanes;
+      (more ? product<true, Weight>(count, pair) : product<false, Weight>(count, pair))(
+          weights_ + r * kParts * kTile + first * kTileDepth, kTile, last - first, b, pair ? b + kTileSize : b,
           blocks * kTileSize, nullptr, nullptr, out, out + kLanes, step_.width);
     }
   }
 
   const std::int64_t depth_;  // key_dim in whole tiles
-  bf16* q_;                   // [rows][depth]
+  Number* q_;                 // [rows][kParts][depth]
   float* scores_;             // [kGroup][kTile]
-  bf16* weights_;             // [kGroup][kTile]
-  bf16 *values_, *rest_;
-  bf16* keys16_;  // a tile of codes: [8][depth / 2][16][2]
+  Weight* weights_;           // [kGroup][kParts][kTile]
+  Number *values_, *rest_;
+  Number* keys_of_codes_;         // [8][depth / kTilePages][16][kTilePages], where the cache holds codes
+  float *sums_, *query_factors_;  // of integers: [kGroup][kParts][kTile or width], [rows]
   Tiles tiles_;
   int shared_end_ = kTile;  // position of the tile up to which all tokens weigh the same values
   const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_keys_[kTileBlocks], *next_pages_[kTileBlocks];
-  const bf16* operands_[kTileBlocks];  // keys
-  alignas(64) float key_scales_[kTile], factors_[kTile];
+  const Number* operands_[kTileBlocks];  // keys
+  alignas(64) float key_scales_[kTile], factors_[kTile], weight_factors_[2 * kTileRows];
 };
 
 }  // namespace llmc::LLMC_ISA

@@ -30,6 +30,23 @@ struct Job {
   Split* split;  // of jobs that share their rows with others
 };
 
+// Hands jobs out to the threads.
+struct JobQueue {
+  const Job* jobs;
+  std::int64_t size;
+  std::atomic<std::int64_t> next{0};
+
+  const Job* take() {
+    const std::int64_t i = next.fetch_add(1, std::memory_order_relaxed);
+    return i < size ? jobs + i : nullptr;
+  }
+  // What take() would give now.
+  const Job* following() const {
+    const std::int64_t i = next.load(std::memory_order_relaxed);
+    return i < size ? jobs + i : nullptr;
+  }
+};
+
 // Positions begin .. end - 1 of a tile.
 struct TilePart {
   int begin = kTile, end = 0;

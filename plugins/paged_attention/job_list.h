@@ -22,7 +22,7 @@ class JobList {
   }
 
   std::int64_t size() const { return size_; }
-  const Job& operator[](std::int64_t i) const { return jobs_[i]; }
+  const Job* jobs() const { return jobs_; }
   std::int64_t cost() const { return cost_; }
   std::int64_t longest() const { return longest_; }  // tokens of a job
 

@@ -75,10 +75,11 @@ class JobRows {
   // Calls attend(tile, any) for the job's tiles, where any is what any of the rows sees of it. True if the rows are
   // then complete: not if other jobs of a split still have to add their tiles.
   template <class F>
-  bool walk(const Job& job, F&& attend) {
+  bool walk(const Job& job, const JobQueue& queue, F&& attend) {
     split_ = job.split;
     for (std::int64_t tile = job.first_tile; tile < job.last_tile; ++tile) {
       tile_start_ = tile * kTile;
+      following_ = tile + 1 == job.last_tile ? queue.following() : nullptr;
       const TilePart any = find_parts();
       own_ = clamp_to_tile(std::min(branch_page_, last_page_ + kTileBlocks) * kLanes) / kLanes;
       clear(seen_in_tile(0));
@@ -152,6 +153,16 @@ class JobRows {
       keys = cache_.key_page_of(sequence_, kv_head_, page);
       values = cache_.value_page_of(sequence_, kv_head_, page);
     }
+  }
+
+  // Block b of the tile that comes next, maybe of another job.
+  void find_next_page(std::int64_t tile, int b, const T*& keys, const T*& values) const {
+    if (following_ == nullptr) return find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), keys, values);
+    const Sequence sequence = sequence_of(step_.context.batch, following_->sequence);
+    const std::int64_t last = (sequence.past + sequence.rows - 1) / kLanes;
+    const std::int64_t page = std::min<std::int64_t>(following_->first_tile * kTileBlocks + b, last);
+    keys = cache_.key_page_of(sequence, following_->kv_head, page);
+    values = cache_.value_page_of(sequence, following_->kv_head, page);
   }
 
   int clamp_to_tile(std::int64_t position) const {
@@ -291,10 +302,11 @@ class JobRows {
  protected:
   Seen tile_, seen_;
   Split* split_ = nullptr;
-  Range* ranges_;    // of the job's tokens
-  TilePart* parts_;  // of the same in the current tile
-  float* turning_;   // room to rotate a query or a result in
-  float* shifts_;    // of the rows: what their logits lack
+  const Job* following_ = nullptr;  // that comes next, in the last tile of a job
+  Range* ranges_;                   // of the job's tokens
+  TilePart* parts_;                 // of the same in the current tile
+  float* turning_;                  // room to rotate a query or a result in
+  float* shifts_;                   // of the rows: what their logits lack
   Shift value_shift_;
   std::byte *branch_keys_, *branch_values_;
   Sequence sequence_{};

@@ -112,10 +112,10 @@ class PagedAttention : public Kernel {
     const bool alone = jobs.size() == 1 || jobs.cost() * (slot.key_dim + slot.value_dim) < kAlone;
     const int threads = alone ? 1 : context.pool.size();
     std::byte* memory = static_cast<std::byte*>(context.scratch.get(bytes * static_cast<std::size_t>(threads)));
-    std::atomic<std::int64_t> next{0};
+    JobQueue queue{jobs.jobs(), jobs.size()};
     auto work = [&](int thread) {
       Rows<T> rows(step, sizes, memory + bytes * static_cast<std::size_t>(thread));
-      for (std::int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < jobs.size();) rows.run(jobs[i]);
+      while (const Job* job = queue.take()) rows.run(*job, queue);
     };
     if (alone) {
       work(0);

@@ -15,7 +15,7 @@ struct RowBlock {
 template <class T>
 class VectorRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::last_page_, Base::own_, Base::tokens_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::own_, Base::tokens_;
 
  public:
   // Rows above which a tile is converted to float32 once instead of at each use; int4 always is.
@@ -31,12 +31,12 @@ class VectorRows : public JobRows<T> {
         keys32_(kConverts ? this->template take<float>(kKeyBlocks * kLanes * step.key_dim) : nullptr),
         values32_(kConverts ? this->template take<float>(kTile * step.width) : nullptr) {}
 
-  void run(const Job& job) {
+  void run(const Job& job, const JobQueue& queue) {
     this->start(job);
     this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
       copy_row(query, stride, step_.key_dim, q_ + row * step_.key_dim);
     });
-    if (this->walk(job, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
+    if (this->walk(job, queue, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
   }
 
  private:
@@ -48,7 +48,7 @@ class VectorRows : public JobRows<T> {
     const int first = any.begin / kLanes, last = any.blocks_end(), shared = std::min(last, own_);
     for (int b = 0; b < kTileBlocks; ++b) {
       this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
-      this->find_page(std::min((tile + 1) * kTileBlocks + b, last_page_), next_[b], unused_);
+      this->find_next_page(tile, b, next_[b], unused_);
     }
     if constexpr (kScaled<T>) find_scales(first, shared);
     find_blocks(0, rows_, {0, own_ * kLanes});

@@ -67,7 +67,9 @@ def test_rounded_keys_and_values_are_what_is_read(shape: Shape, dtype: str, isa:
     s = sequence(rng, shape, 150)
     cache = Cache(shape, dtype, [150])
     found = np.concatenate([cache.step([(0, s, 0, 145)], isa=isa, threads=2), cache.step([(0, s, 145, 150)], isa=isa)])
-    if isa == "amx" and dtype not in ("float32", "float16"):  # rounds queries and weights as well
+    if isa == "amx" and dtype == "int8":  # 15 bits of queries and weights
+        np.testing.assert_allclose(found, oracle(s, dtype), 1e-3, 1e-3)
+    elif isa == "amx" and dtype not in ("float32", "float16"):  # rounds queries and weights as well
         turn = rotate if dtype in QUANTIZED else lambda x: x
         s.q = turn(turn(s.q).astype(ml_dtypes.bfloat16).astype(np.float32))
         expected = oracle(s, dtype)
