@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,50 +55,67 @@ def kernels() -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
-def problems_of(kernel: Any, archs: Sequence[str], folder: Path) -> Iterator[str]:
-    """What is wrong with a kernel, and for which target."""
+def problems_of(kernel: Any, arch: str, folder: Path) -> list[str] | None:
+    """What is wrong with a kernel for a target; None: plans for this target have another one."""
     from sass import disassemble, problems
 
     from llmc.compiler.cuda.nvrtc import compile_kernels
 
     ptx = compile_kernels([kernel], "compute_90")[kernel.name].decode()
-    for arch in archs:
-        if ".e4m3." in ptx and int(arch.removeprefix("sm_")) < 89:
-            continue  # plans for these targets have other kernels
-        path = folder / f"{kernel.name}.{arch}.cubin"
-        path.write_bytes(compile_kernels([kernel], arch)[kernel.name])
-        for problem in problems(kernel, disassemble(path)[kernel.name], ptx, arch):
-            yield f"{arch} {kernel.name}: {problem}"
-        path.unlink()
+    if ".e4m3." in ptx and int(arch.removeprefix("sm_")) < 89:
+        return None
+    path = folder / f"{kernel.name}.{arch}.cubin"
+    path.write_bytes(compile_kernels([kernel], arch)[kernel.name])
+    code = disassemble(path)[kernel.name]
+    path.unlink()
+    return problems(kernel, code, ptx, arch)
+
+
+def key_of(kernel: Any, arch: str) -> str:
+    """Of a kernel as it is compiled now."""
+    from llmc.compiler.cuda.nvrtc import PLUGINS, included, nvrtc_version
+
+    parts = [arch, nvrtc_version(), kernel.source_text, *included(kernel.source_text, [PLUGINS]).values()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @click.command()
-@click.option("--target", "targets", multiple=True, help="Such as sm_90; default: all that NVRTC knows from sm_80 on.")
+@click.option("--target", "targets", multiple=True, help="Such as sm_90; default: all that `llmc build` has.")
 @click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="Kernels at a time.")
+@click.option("--results", type=click.Path(dir_okay=False, path_type=Path), help="Kept there, and not done again.")
 @click.argument("names", nargs=-1)
-def lint(targets: tuple[str, ...], jobs: int, names: tuple[str, ...]) -> None:
+def lint(targets: tuple[str, ...], jobs: int, results: Path | None, names: tuple[str, ...]) -> None:
     """Compile all kernels (or those with NAMES in theirs) for all targets, and look at the machine code.
 
     There have to be the tensor-core instructions that the target has for the types that are multiplied, no accesses of
-    local memory (spills), and registers for the blocks that are to fit on a multiprocessor. Results of the compiler are
-    kept in ~/.cache/llmc/cuda. The exit status is 1 if there are problems.
+    local memory (spills), and registers for the blocks that are to fit on a multiprocessor. All kernels for all targets
+    take some 1,700 runs of the compiler, an hour of processor time. The exit status is 1 if there are problems.
     """
     sys.path[:0] = [str(TESTS), str(ROOT / "tests")]
     os.chdir(ROOT)
-    from llmc.compiler.cuda.nvrtc import known_archs
+    from llmc.compiler.targets.base import all_targets
 
-    archs = targets or [f"sm_{number}" for number in known_archs() if number >= 80]
+    archs = targets or [name.removeprefix("cuda:") for name in all_targets() if name.startswith("cuda:")]
     chosen = [kernel for name, kernel in kernels().items() if not names or any(part in name for part in names)]
-    bad: list[str] = []
-    with tempfile.TemporaryDirectory() as folder, Progress(disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("kernels", total=len(chosen))
-        with ThreadPoolExecutor(jobs) as pool:
-            for found in pool.map(lambda kernel: list(problems_of(kernel, archs, Path(folder))), chosen):
-                bad += found
-                progress.advance(task)
+    lines = results.read_text().splitlines() if results and results.exists() else []
+    known: dict[str, list[str] | None] = {entry["key"]: entry["problems"] for entry in map(json.loads, lines)}
+    jobs_left = [(kernel, arch, key_of(kernel, arch)) for arch in archs for kernel in chosen]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        todo = [job for job in jobs_left if job[2] not in known]
+        made = pool.map(lambda job: problems_of(*job[:2], Path(folder)), todo)
+        with Progress(disable=not sys.stderr.isatty()) as progress:
+            for (kernel, arch, key), found in progress.track(zip(todo, made, strict=True), total=len(todo)):
+                known[key] = found
+                if results:
+                    with results.open("a") as out:
+                        out.write(
+                            json.dumps({"key": key, "kernel": kernel.name, "arch": arch, "problems": found}) + "\n"
+                        )
+    bad = [f"{arch} {kernel.name}: {problem}" for kernel, arch, key in jobs_left for problem in known[key] or ()]
     for problem in bad:
         click.echo(problem)
-    click.echo(f"{len(chosen)} kernels for {', '.join(archs)}: {len(bad)} problems")
+    done = sum(known[key] is not None for *_, key in jobs_left)
+    click.echo(f"{len(chosen)} kernels for {', '.join(archs)}, {done} in all: {len(bad)} problems")
     sys.exit(bool(bad))
 
 

@@ -77,8 +77,8 @@ def cuda_model(
             plans.append((plan, part.limits, KvCacheSpec(part.kv_dtype, BLOCK_SIZE)))
         kernels: dict[str, dict[str, Kernel]] = {arch: {} for arch in archs}
         for arch, number in zip(archs, capabilities, strict=True):
-            for each in plans:
-                kernels[arch] |= kernels_of(*each, number)
+            for plan, sizes, spec in plans:
+                kernels[arch] |= kernels_of(plan, EngineLimits(**vars(sizes)), spec, number)
     except LlmcError as error:
         raise CompileError(f"--target {target.name}: {error}") from error
     return CudaModel(lowered, kernels, forms)
@@ -100,7 +100,7 @@ def images(model: CudaModel) -> dict[str, bytes]:
     return files
 
 
-def kernels_of(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
+def kernels_of(plan: Plan, limits: EngineLimits, spec: KvCacheSpec, capability: int) -> dict[str, Kernel]:
     """All that steps of any size within the limits launch, by name; with and without adapters, and to choose tokens."""
     found: dict[str, Kernel] = {}
     slots, _ = caches(plan, spec, 1, BASE)
@@ -113,7 +113,7 @@ def kernels_of(plan: Plan, limits: Limits, spec: KvCacheSpec, capability: int) -
     others += [lora.kernel(plan.value(str(s.inputs[0])).dtype, "float32") for s in plan.steps if s.op in PRODUCTS]
     found |= {kernel.name: kernel for kernel in others}
     plan = replace(plan, steps=_distinct(plan, fuse_gates(plan)))  # an adapter keeps gates from being fused
-    for bucket in buckets(EngineLimits(**vars(limits)), spec.block_size):
+    for bucket in buckets(limits, spec.block_size):
         only = None if bucket.rows not in seen else _is_attention  # the rest depends on the rows alone
         seen.add(bucket.rows)
         for launches in program(plan, bucket, memory, capability, only=only)[0]:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llmc
 from llmc import plugins
 from llmc.errors import CompileError
 from llmc.plugins.cuda import Kernel
@@ -79,7 +80,8 @@ def known_archs() -> tuple[int, ...]:
 
 def _cached(kernel: Kernel, arch: str, folders: Sequence[Path], cache_folder: Path | None) -> bytes:
     headers = included(kernel.source_text, folders)
-    parts = [nvrtc_version(), arch, *OPTIONS, kernel.source_text, *(text for pair in headers.items() for text in pair)]
+    versions = [llmc.__version__, nvrtc_version()]  # of llmc: others may keep something else
+    parts = [*versions, arch, *OPTIONS, kernel.source_text, *(text for pair in headers.items() for text in pair)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "llmc/cuda"
     path = (cache_folder or root) / f"{digest[:32]}.{arch}"

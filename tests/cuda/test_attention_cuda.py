@@ -55,12 +55,19 @@ def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
         check(samples[number], dtype, kv, f"sample {number}", units=6.0, order=number % 3, seed=number)
 
 
-@pytest.mark.parametrize("heads", [(3, 1, 96, 96), (8, 1, 128, 128), (2, 1, 192, 128), (2, 2, 256, 256)])
-def test_head_sizes(heads: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv"),
+    [
+        *(((3, 1, 96, 96), "bfloat16"), ((8, 1, 128, 128), "bfloat16"), ((2, 1, 192, 128), "bfloat16")),
+        *(((2, 2, 256, 256), "bfloat16"), ((2, 1, 192, 80), "int8")),
+    ],
+)
+def test_head_sizes(heads: tuple[int, int, int, int], kv: str) -> None:
     rng = np.random.default_rng(sum(heads))
     for past, rows in ((0, 1), (70, 1), (130, 34)):
         sample = reference._sample(rng, ((past, rows),), heads, PLAIN | {"scale": 0.1}, sinks=False, slopes=False)
-        check(sample, "bfloat16", "bfloat16", f"{heads}, {rows} behind {past}", order=rows % 3)
+        units = 3.0 if kv == "bfloat16" else 6.0
+        check(sample, "bfloat16", kv, f"{heads}, {rows} behind {past}", units=units, order=rows % 3)
 
 
 def test_the_largest_heads_fit_on_every_device() -> None:

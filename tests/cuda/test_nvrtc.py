@@ -32,7 +32,9 @@ def test_a_cubin_is_of_its_target(arch: str, tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir()] == [f".{arch}"]
 
 
-def test_what_was_compiled_is_kept_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_compiled_is_kept_until_a_source_or_the_version_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     compiled = nvrtc.compile_text
     monkeypatch.setattr(nvrtc, "compile_text", lambda *a: calls.append(a[3]) or compiled(*a))
@@ -44,6 +46,9 @@ def test_what_was_compiled_is_kept_until_a_source_changes(tmp_path: Path, monkey
     source.write_text(source.read_text() + "\n// another text\n")
     assert compile_kernels([KERNEL], "sm_80", folders=folders, cache_folder=tmp_path / "kept") == first
     assert calls == ["layout_bf16", "layout_bf16"]
+    monkeypatch.setattr("llmc.__version__", "0.0")  # it may keep something else
+    assert compile_kernels([KERNEL], "sm_80", folders=folders, cache_folder=tmp_path / "kept") == first
+    assert calls == ["layout_bf16"] * 3
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def packed_quantized(_: str, sample: Sample, inputs: list[Any]) -> list[Any]:
     return [x, *packed_codes(codes, scale, zero, sample.attributes), *rest]
 
 
-def quantized_samples(dtype: str, every: int = 1) -> Callable[[np.random.Generator], Iterator[Sample]]:
-    """The op's samples; float16 is multiplied as it is, and gelu_tanh has no digits left far from zero."""
+def quantized_samples(dtype: str, every: int = 1, first: int = 0) -> Callable[[np.random.Generator], Iterator[Sample]]:
+    """Some of the op's samples; float16 is multiplied as it is, and gelu_tanh has no digits left far from zero."""
 
     def samples(rng: np.random.Generator) -> Iterator[Sample]:
         for number, sample in enumerate(all_ops()["quantized_linear"].plan_samples(rng)):
@@ -55,8 +55,11 @@ def quantized_samples(dtype: str, every: int = 1) -> Callable[[np.random.Generat
                 attributes["function"] = "silu"
             if dtype == "float16" and attributes["compute"] == "bfloat16":
                 attributes["compute"] = "float32"
-            if number % every == 0:
-                yield Sample(sample.inputs, attributes)
+            *inputs, x_scale = sample.inputs
+            if x_scale is not None and attributes["compute"] == "int8":
+                x_scale = np.array([x_scale[0], -40.0], np.float32)  # with a shift
+            if number % every == first:
+                yield Sample((*inputs, x_scale), attributes)
 
     return samples
 
@@ -77,9 +80,9 @@ def test_linear(dtype: str) -> None:
     check_op(Contract("linear", KEPT, packed_linear, samples=linear_samples(dtype)), dtype)
 
 
-@pytest.mark.parametrize(("dtype", "every"), (("bfloat16", 11), ("float16", 37)))
-def test_quantized_linear(dtype: str, every: int) -> None:
-    samples = quantized_samples(dtype, every)
+@pytest.mark.parametrize(("dtype", "every", "first"), (("bfloat16", 8, 2), ("float16", 37, 0)))
+def test_quantized_linear(dtype: str, every: int, first: int) -> None:
+    samples = quantized_samples(dtype, every, first)
     names = check_op(Contract("quantized_linear", KEPT, packed_quantized, samples=samples), dtype)
     assert any("Signed8" in name for name in names) or dtype != "bfloat16"
 

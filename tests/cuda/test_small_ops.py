@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from contract import Contract, check_op
+from contract import Contract, check_op, run
+from emulator import Emulator
 
 from llmc.plugins import Sample, all_ops
 from llmc.plugins.elementwise import FUNCTIONS
@@ -28,6 +29,18 @@ CONTRACTS = {
 def test_agrees_with_the_reference(name: str) -> None:
     contract, dtype = CONTRACTS[name]
     assert check_op(contract, dtype)
+
+
+@pytest.mark.parametrize("name", ["gather", "gather_elements", "scatter_elements"])
+def test_an_id_that_is_out_of_range_is_left_out(name: str) -> None:
+    """It may be garbage of a surplus row: what would be read is zero, and nothing is written."""
+    data, ids, source = np.arange(1, 6, dtype=np.float32), np.array([5, 1, -6, -5]), np.arange(10, 14, dtype=np.float32)
+    inputs = (data, ids, source) if name == "scatter_elements" else (data, ids)
+    sample = Sample(inputs, {"reduction": "none"} if name == "scatter_elements" else {})
+    expected = [13, 11, 3, 4, 5] if name == "scatter_elements" else [0, 2, 0, 1]
+    with Emulator() as device:
+        (found,) = run(Contract(name), sample, "float32", device, [((len(expected),), "float32")])
+    np.testing.assert_array_equal(found, expected)
 
 
 def matrices(rng: np.random.Generator) -> Iterator[Sample]:
