@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,7 +72,8 @@ class Draws:
 
     Of rows that are not ``wanted`` the logits are asked for instead. Changes of single logits of row r are those from
     ``bounds[r]`` to ``bounds[r + 1]``, of different tokens ``ids``: divided or multiplied by ``factors`` (repetition),
-    less ``penalties``, plus ``biases``.
+    less ``penalties``, plus ``biases``. Then all is ruled out for which row ``mask_of[r]`` of ``masks`` has no bit; -1:
+    there is no mask.
     """
 
     wanted: NDArray[np.bool_]
@@ -87,6 +89,9 @@ class Draws:
     factors: NDArray[np.float32]
     penalties: NDArray[np.float64]
     biases: NDArray[np.float32]
+    mask_of: Int32
+    masks: NDArray[np.uint32]
+    """[M, words] as of `TokenConstraint.mask`."""
 
     @property
     def count(self) -> int:
@@ -96,11 +101,16 @@ class Draws:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a device has chosen for rows that were ``wanted``. A score that is not finite: there is no token."""
+    """What a device has chosen for rows that were ``wanted``. A score that is not finite: there is no token.
+
+    ``again``: chooses anew for a row, with another random number and without the token that was chosen for it last;
+    until the next step.
+    """
 
     wanted: NDArray[np.bool_]
     tokens: Int32
     scores: NDArray[np.float32]
+    again: Callable[[int, int, float], tuple[int, float]]
 
 
 @runtime_checkable
@@ -113,8 +123,14 @@ class SamplingExecutor(Executor, Protocol):
     most_changes: int
     """Of logits in all rows of a step."""
 
-    def choose(self, batch: Batch, draws: Draws) -> tuple[NDArray[np.float32], Chosen]:
-        """Logits as of `step`, of which only rows are valid that are not wanted; and what was chosen for the others."""
+    most_masks: int
+    """In a step."""
+
+    def choose(self, batch: Batch, draws: Callable[[], Draws | None]) -> tuple[NDArray[np.float32], Chosen | None]:
+        """Logits as of `step`, of which only rows are valid that are not wanted; and what was chosen for the others.
+
+        ``draws`` is called while the device computes the logits; None: they are all wanted.
+        """
         ...
 
 

@@ -1,7 +1,8 @@
 """What the device is told to choose tokens by: the sampler's parameters of each row, and random numbers of its place.
 
 Random numbers are functions of the place of a token, hence known before its logits. What needs the logits on the host
-(log-probabilities, constraints, bad_words, rules for drafts other than exact) stays with `Sampler`.
+(log-probabilities, rules for drafts other than exact, drafts on which penalties or constraints depend) stays with
+`Sampler`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from numpy.typing import NDArray
 
 from llmc.runtime.batch import Draws
 from llmc.runtime.chunk import Chunk
+from llmc.runtime.constraints.base import ConstraintError
 from llmc.runtime.request import Sequence
-from llmc.runtime.sampling import penalty_state, uniform
+from llmc.runtime.sampling import Sampler, penalty_state, uniform
 
 Changes = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float64], NDArray[np.float32]]
 
 
-def draws_of(chunks: ListOf[Chunk], vocab_size: int, most_changes: int, *, exact: bool) -> Draws | None:
+def draws_of(
+    chunks: ListOf[Chunk], vocab_size: int, most: tuple[int, int], sampler: Sampler, *, exact: bool
+) -> Draws | None:
     """What a step's rows of logits want; None if the host needs all of them.
 
     Args:
         chunks: of the step.
         vocab_size: columns of logits.
-        most_changes: of single logits, in all rows; rows for which there is no room are the host's.
+        most: changes of single logits, and masks, in all rows; rows for which there is no room are the host's.
+        sampler: of the host.
         exact: drafts are accepted if they are what the model draws.
     """
     count = sum(chunk.num_logits for chunk in chunks)
@@ -33,15 +38,23 @@ def draws_of(chunks: ListOf[Chunk], vocab_size: int, most_changes: int, *, exact
     settings = np.zeros((3, count), np.float32)
     top_k = np.zeros(count, np.int32)
     settings[1] = 1
-    sizes, changes, row, room = np.zeros(count + 1, np.int32), [], 0, most_changes
+    sizes, changes, row, (room, most_masks) = np.zeros(count + 1, np.int32), [], 0, most
+    mask_of, masks = np.full(count, -1, np.int32), [np.zeros((0, -(-vocab_size // 32)), np.uint32)]
     for chunk in chunks:
         begin, row = row, row + chunk.num_logits
         if begin == row or not _is_for_device(chunk, exact):
             continue
         sequence, params = chunk.sequence, chunk.sequence.request.params
         found = _changes(sequence, vocab_size)
-        if len(found[0]) > room:
+        try:
+            mask = sampler.mask(sequence, vocab_size)
+        except ConstraintError:  # which the sampler meets, too, and reports
             continue
+        if len(found[0]) > room or (mask is not None and len(masks) > most_masks):
+            continue
+        if mask is not None:
+            mask_of[begin:row] = len(masks) - 1
+            masks.append(mask[None])
         room -= len(found[0])
         changes.append(found)
         sizes[begin + 1] = len(found[0])
@@ -54,9 +67,22 @@ def draws_of(chunks: ListOf[Chunk], vocab_size: int, most_changes: int, *, exact
             numbers[begin:row] = [uniform(seed, sequence.choice, place + depth) for depth in depths]
     if not wanted.any():
         return None
-    joined = [np.concatenate(parts) for parts in zip(*changes, strict=True)]
-    bounds = np.cumsum(sizes, dtype=np.int32)
-    return Draws(wanted, settings[0], top_k, settings[1], settings[2], numbers, bounds, *joined)
+    ids, factors, penalties, biases = (np.concatenate(parts) for parts in zip(*changes, strict=True))
+    return Draws(
+        wanted,
+        settings[0],
+        top_k,
+        settings[1],
+        settings[2],
+        numbers,
+        bounds=np.cumsum(sizes, dtype=np.int32),
+        ids=ids,
+        factors=factors,
+        penalties=penalties,
+        biases=biases,
+        mask_of=mask_of,
+        masks=np.concatenate(masks),
+    )
 
 
 def _is_for_device(chunk: Chunk, exact: bool) -> bool:
@@ -64,10 +90,10 @@ def _is_for_device(chunk: Chunk, exact: bool) -> bool:
     sequence, params = chunk.sequence, chunk.sequence.request.params
     if not chunk.completes or sequence.request.pool is not None or sequence.scored is not None:
         return False
-    if params.logprobs is not None or params.num_choices != params.n or params.bad_words or sequence.constraint:
+    if params.logprobs is not None or params.num_choices != params.n:
         return False
-    if chunk.tree is not None and (not exact or _is_changed(sequence)):
-        return False  # penalties depend on the drafts that are accepted
+    if chunk.tree is not None and (not exact or _is_changed(sequence) or params.bad_words or sequence.constraint):
+        return False  # these depend on the drafts that are accepted
     return chunk.num_logits == 1 + chunk.num_drafts
 
 

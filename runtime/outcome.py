@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from llmc.runtime.batch import Chosen
 from llmc.runtime.chunk import Chunk
 from llmc.runtime.request import FinishReason, Sequence
-from llmc.runtime.sampling import Sampled, Sampler, chosen_on_device
+from llmc.runtime.sampling import Sampled, Sampler
 from llmc.runtime.speculative.speculator import Speculator
 
 NOT_FINITE = "the model computed numbers that are not finite"
@@ -60,7 +60,7 @@ class Outcome:
         node: int | None = -1
         while node is not None:
             if chosen is not None and chosen.wanted[row + 1 + node]:
-                sampled = chosen_on_device(chosen, row + 1 + node)
+                sampled = self._sampler.take(chosen, row + 1 + node, chunk.sequence)
             else:
                 draw = None if self._speculator is None else self._speculator.rule.draw(chunk.tree, node)
                 sampled = self._sampler.sample_row(logits[row + 1 + node], chunk.sequence, draw)

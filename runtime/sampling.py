@@ -120,11 +120,7 @@ class Sampler:
                 if constraint is not None and constraint.is_complete:
                     return Sampled(ends=True)
                 return Sampled(error=NONE_ALLOWED)
-            if (
-                not params.bad_words
-                or sequence.text is None
-                or not sequence.text.would_contain(token, params.bad_words)
-            ):
+            if not _completes(sequence, token):
                 break
             # Drawn anew with another random number: together that is a draw from what remains.
             scores = scores.copy() if scores is row else scores
@@ -133,6 +129,47 @@ class Sampler:
         if params.logprobs is None and params.num_choices == params.n:
             return Sampled(token)
         return Sampled(token, log_probability(row, token, params.logprobs or 0))
+
+    def mask(self, sequence: Sequence, vocab_size: int) -> NDArray[np.uint32] | None:
+        """A bit for each token that constraint and bad_words allow, 32 a word, lowest first; None: they allow all.
+
+        Raises:
+            ConstraintError: the constraint can't go on.
+        """
+        words = None if sequence.constraint is None else sequence.constraint.mask()
+        bad = self._bad_ids(sequence.request.params)
+        if words is None and not len(bad):
+            return None
+        mask = np.full(-(-vocab_size // 32), 0 if words is not None else 0xFFFFFFFF, np.uint32)
+        if words is not None and sequence.constraint is not None:
+            mask[: len(words)] = words[: len(mask)]
+            if sequence.constraint.is_complete:
+                ends = np.array(sorted(sequence.end_token_ids), np.int64)
+                np.bitwise_or.at(mask, ends // 32, np.uint32(1) << (ends % 32).astype(np.uint32))
+        np.bitwise_and.at(mask, bad // 32, ~(np.uint32(1) << (bad % 32).astype(np.uint32)))
+        return mask
+
+    def take(self, chosen: Chosen, row: int, sequence: Sequence) -> Sampled:
+        """What a device has chosen for a row, or why there is no token; as `sample_row`."""
+        request, constraint, attempt = sequence.request, sequence.constraint, 0
+        token, score = int(chosen.tokens[row]), float(chosen.scores[row])
+        while np.isfinite(score):
+            if not _completes(sequence, token):
+                return Sampled(token)
+            attempt += 1
+            drawn = uniform(request.seed, sequence.choice, len(sequence.tokens), attempt)
+            token, score = chosen.again(row, token, drawn)
+        if not np.isneginf(score):
+            return Sampled(error=NOT_FINITE)
+        if constraint is not None and constraint.is_complete:
+            return Sampled(ends=True)
+        return Sampled(error=NONE_ALLOWED)
+
+    def _bad_ids(self, params: SamplingParams) -> Ids:
+        """Tokens that contain a bad word by themselves."""
+        if not params.bad_words or self._banned is None:
+            return np.zeros(0, np.intp)
+        return self._banned(tuple(params.bad_words))
 
     def _adjust(self, row: Scores, sequence: Sequence) -> Scores:
         """The row itself, or a copy with penalties, biases and masks."""
@@ -148,8 +185,7 @@ class Sampler:
             scores[list(params.logit_bias)] += np.fromiter(params.logit_bias.values(), np.float32)
         if too_early:
             scores[list(sequence.end_token_ids)] = -np.inf
-        if params.bad_words and self._banned is not None:
-            scores[self._banned(tuple(params.bad_words))] = -np.inf
+        scores[self._bad_ids(params)] = -np.inf
         if constraint is not None:
             apply_constraint(scores, constraint, sequence.end_token_ids)
         return scores
@@ -169,12 +205,10 @@ class Sampler:
             )
 
 
-def chosen_on_device(chosen: Chosen, row: int) -> Sampled:
-    """The token of a row, or why there is none."""
-    score = chosen.scores[row]
-    if np.isfinite(score):
-        return Sampled(int(chosen.tokens[row]))
-    return Sampled(error=NONE_ALLOWED if np.isneginf(score) else NOT_FINITE)
+def _completes(sequence: Sequence, token: int) -> bool:
+    """Whether a token would complete one of the bad words in the text."""
+    bad = sequence.request.params.bad_words
+    return bool(bad) and sequence.text is not None and sequence.text.would_contain(token, bad)
 
 
 def apply_constraint(scores: Scores, constraint: TokenConstraint, end_token_ids: Collection[int]) -> None:

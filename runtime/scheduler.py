@@ -7,6 +7,7 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +110,7 @@ class Scheduler:
         self.speculator = speculator
         self._executor, self._clock = executor, clock
         self._device = executor if isinstance(executor, SamplingExecutor) else None
-        self._outcome = Outcome(sampler, speculator)
+        self._sampler, self._outcome = sampler, Outcome(sampler, speculator)
         self._has_deadlines = False
 
     @property
@@ -331,9 +332,9 @@ class Scheduler:
         if not (any(pooled) or (pooled and self.speculator is not None and self.speculator.wants_hidden)):
             if (device := self._device) is not None:
                 exact = self.speculator is None or self.speculator.rule is Rule.EXACT
-                draws = draws_of(chunks, device.vocab_size, device.most_changes, exact=exact)
-                if draws is not None:
-                    return None, *device.choose(batch, draws)
+                most, sampler = (device.most_changes, device.most_masks), self._sampler
+                make = partial(draws_of, chunks, device.vocab_size, most, sampler, exact=exact)
+                return None, *device.choose(batch, make)
             return None, self._executor.step(batch), None
         assert isinstance(self._executor, EmbeddingExecutor), "checked when the request came"
         return *self._executor.embed(batch, logits=not all(pooled)), None

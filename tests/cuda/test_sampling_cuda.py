@@ -79,6 +79,7 @@ def test_adjusted_logits() -> None:
     size = 70
     logits = rng.standard_normal((3, size), np.float32)
     logits[0, :2] = 1e38, -np.inf
+    logits[1, 6], logits[2, 7] = np.nan, np.inf  # whatever the mask says
     ids = [np.array([0, 1, 5, 69]), np.array([], int), np.array([3, 64])]
     factors = np.array([1e-3, 1.7, 1.7, 1.7, 1, 1], np.float32)
     penalties = np.array([0, 0, 0.1, 2.3, 0, 0.7])
@@ -104,4 +105,5 @@ def test_adjusted_logits() -> None:
     expected[0, [5, 69]] = (expected[0, [5, 69]] - penalties[2:4]).astype(np.float32) + biases[2:4]
     expected[2, 3], expected[2, 64] = -np.inf, np.float64(expected[2, 64]) - 0.7
     expected[1:][:, bits[0, :size] == 0] = -np.inf
+    expected[1, 6], expected[2, 7] = np.nan, np.inf
     np.testing.assert_array_equal(found, expected)

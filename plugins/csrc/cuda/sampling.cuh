@@ -212,7 +212,8 @@ DEV void sample_rows(const Params& p) {
   draw_token(p, scores, left, shared, row);
 }
 
-// Penalties, biases and masks, in place: entries of a row first, then its mask. A block for each row.
+// Penalties, biases and masks, in place: entries of a row first, then its mask, which hides no fault of the model.
+// A block for each row.
 template <class Params>
 DEV void adjust_rows(const Params& p) {
   int row = blockIdx.x;
@@ -233,6 +234,6 @@ DEV void adjust_rows(const Params& p) {
   if (mask < 0) return;
   const uint32_t* words = static_cast<const uint32_t*>(p.masks) + static_cast<int64_t>(mask) * p.words;
   for (int i = threadIdx.x; i < p.count; i += SAMPLE_THREADS) {
-    if (!(words[i / 32] >> i % 32 & 1u)) logits[i] = NEG_INF;
+    if (!(words[i / 32] >> i % 32 & 1u) && logits[i] - logits[i] == 0.0f) logits[i] = NEG_INF;
   }
 }

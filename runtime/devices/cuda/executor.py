@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import EngineError, KernelError
-from llmc.plugins.cuda import Launch
+from llmc.plugins.cuda import Launch, Tensor
 from llmc.runtime.batch import Batch, Chosen, Draws
 from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.device import Device
-from llmc.runtime.devices.cuda.draws import MOST_CHANGES, draws_bytes, place
+from llmc.runtime.devices.cuda.draws import MOST_CHANGES, draws_bytes, place, without
 from llmc.runtime.devices.cuda.draws import launches as sampling
 from llmc.runtime.devices.cuda.memory import own_weights, plan_of
 from llmc.runtime.devices.cuda.moves import Moves
@@ -81,7 +81,8 @@ class CudaExecutor:
         self._arch = targets.choose(engine.path, engine.manifest, device.capability, device.name)
         self.isa = f"{self._arch} on {device.name}"
         self.memory = replace(plan_of(engine, self._arch), blocks=num_blocks)
-        self.vocab_size, self.most_changes = plan.value(plan.logits).shape[1].constant, MOST_CHANGES
+        self.vocab_size = plan.value(plan.logits).shape[1].constant
+        self.most_changes, self.most_masks = MOST_CHANGES, engine.limits.max_sequences
         self._known = _kernels(engine)
         self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         limits = engine.limits
@@ -132,25 +133,46 @@ class CudaExecutor:
         with self._open():
             return np.concatenate(self._rows(*self._last, *self.plan.features), axis=1)
 
-    def choose(self, batch: Batch, draws: Draws) -> tuple[NDArray[np.float32], Chosen]:
+    def choose(self, batch: Batch, draws: Callable[[], Draws | None]) -> tuple[NDArray[np.float32], Chosen | None]:
         """Tokens for the rows that are wanted, and logits as of `step` for the others; one wait for both.
 
         Raises:
             KernelError: as step.
         """
         with self._open():
-            bucket, device, count = self._compute(batch), self.device, draws.count
-            placed = place(draws, self._draws, self._drawn)
-            device.send(self._draws, self._drawn[: placed.size])
+            bucket, count = self._compute(batch), len(batch.logit_rows)
+            try:
+                wanted = draws()  # the device computes meanwhile
+            except BaseException:
+                self.device.sync()  # before the next step uses the same memory
+                raise
+            if wanted is None:
+                return self._rows(bucket, count, self.plan.logits)[0], None
             logits = tensor(self.plan.value(self.plan.logits), bucket, self._memory)
-            launches = sampling(replace(logits, shape=(count, self.vocab_size)), draws, placed)
-            self._load(launches)
-            device.run(launches)
-            found = self._drawn[placed.size : placed.size + 8 * count]
-            device.fetch(found, placed.rows["tokens"])
-            (rows,) = self._rows(bucket, count, self.plan.logits, wanted=~draws.wanted)
+            found = self._sample(replace(logits, shape=(count, self.vocab_size)), wanted)
+            (rows,) = self._rows(bucket, count, self.plan.logits, wanted=~wanted.wanted)
             tokens, scores = np.split(found.copy(), 2)
-            return rows, Chosen(draws.wanted, tokens.view(np.int32), scores.view(np.float32))
+
+        def again(row: int, token: int, number: float) -> tuple[int, float]:
+            with self._open():
+                place = logits.address + 4 * row * logits.strides[0]
+                one = replace(logits, address=place, shape=(1, self.vocab_size))
+                found = self._sample(one, without(wanted, row, token, number))
+                self.device.sync()
+                return int(found[:4].view(np.int32)[0]), float(found[4:].view(np.float32)[0])
+
+        return rows, Chosen(wanted.wanted, tokens.view(np.int32), scores.view(np.float32), again)
+
+    def _sample(self, logits: Tensor, draws: Draws) -> NDArray[np.uint8]:
+        """Tokens and then scores of rows of logits, after the next wait."""
+        placed = place(draws, self._draws, self._drawn)
+        self.device.send(self._draws, self._drawn[: placed.size])
+        launches = sampling(logits, draws, placed)
+        self._load(launches)
+        self.device.run(launches)
+        found = self._drawn[placed.size : placed.size + 8 * draws.count]
+        self.device.fetch(found, placed.rows["tokens"])
+        return found
 
     def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
@@ -230,38 +252,9 @@ class CudaExecutor:
         if blocks.size and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
             raise KernelError(f"block {blocks.max()} of {self.num_blocks}")
         inputs = Inputs.of(bucket)
-        self._host[: inputs.size] = 0
-        count = len(batch.num_computed)
-        self._write(inputs, "input_ids", ids)
-        self._write(inputs, "position_ids", batch.position_ids)
-        self._write(inputs, "logit_rows", batch.logit_rows)
-        ends = np.full(bucket.sequences + 1, len(ids), np.int32)
-        ends[: count + 1] = batch.cu_seqlens
-        self._write(inputs, "cu_seqlens", ends)
-        self._write(inputs, "num_computed", batch.num_computed)
-        table = np.zeros((bucket.sequences, bucket.max_blocks), np.int32)
-        width = min(bucket.max_blocks, blocks.shape[1])
-        table[:count, :width] = blocks[:, :width]
-        self._write(inputs, "block_tables", table)
-        adapters = np.full((bucket.rows + bucket.logit_rows,), -1, np.int32)
-        if batch.adapters is not None:
-            of_rows = np.repeat(batch.adapters, np.diff(batch.cu_seqlens))
-            adapters[: len(of_rows)] = of_rows
-            adapters[bucket.rows :][: len(batch.logit_rows)] = of_rows[batch.logit_rows]
-        self._write(inputs, "adapters", adapters[: bucket.rows])
-        self._write(inputs, "row_adapters", adapters[bucket.rows :])
-        if batch.tree_mask is not None:
-            mask = np.zeros((bucket.rows, bucket.tree_words), np.uint64)
-            words = min(bucket.tree_words, batch.tree_mask.shape[1])
-            mask[: len(ids), :words] = batch.tree_mask[:, :words]
-            self._write(inputs, "tree_mask", mask)
+        inputs.write(batch, bucket, self._host)
         self.device.send(self._memory.inputs, self._host[: inputs.size])
         return bucket
-
-    def _write(self, inputs: Inputs, name: str, array: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        begin = inputs.offsets[name]
-        self._host[begin : begin + len(data)] = data
 
     def _bucket(self, batch: Batch) -> Bucket:
         limits, rows, count = self.engine.limits, len(batch.input_ids), len(batch.num_computed)
@@ -320,7 +313,7 @@ class CudaExecutor:
     def _allocate(self, beside: CudaExecutor | None) -> None:
         """The three arenas, and what a batch takes."""
         device, engine, plan = self.device, self.engine, self.plan
-        inputs, drawn = Inputs.of(self._largest).size, draws_bytes(engine.limits.max_batch_tokens)
+        inputs, drawn = Inputs.of(self._largest).size, draws_bytes(engine.limits, self.vocab_size)
         self._host, self._drawn = device.host(inputs), device.host(drawn)
         self._results = Rows(device)
         offsets, at = {}, 0

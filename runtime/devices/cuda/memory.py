@@ -121,7 +121,7 @@ def measure(plan: Plan, spec: KvCacheSpec, limits: Limits, weights: int, kernels
     return MemoryPlan(
         weights=weights,
         activations=aligned(plan.arena_bytes),
-        step=max(size.inputs for size in sizes) + draws_bytes(limits.max_batch_tokens),
+        step=max(size.inputs for size in sizes) + draws_bytes(limits, plan.value(plan.logits).shape[1].constant),
         scratch=max(size.scratch for size in sizes),
         kernels=kernels,
         graphs=graphs,

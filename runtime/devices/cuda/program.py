@@ -10,11 +10,18 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmc.errors import EngineError, LlmcError
 from llmc.plugins.cuda import BatchTensors, Cache, Call, Launch, LaunchMaker, Tensor
 from llmc.runtime.manifest import KvCacheSpec, Limits
 from llmc.runtime.plan import DTYPES, Plan, Step, Storage, Value
+
+if TYPE_CHECKING:
+    from llmc.runtime.batch import Batch
 
 ALIGNMENT = 256
 """Of everything that has an address of its own."""
@@ -50,6 +57,40 @@ class Inputs:
 
     offsets: Mapping[str, int]
     size: int
+
+    def write(self, batch: Batch, bucket: Bucket, host: NDArray[np.uint8]) -> None:
+        """Put the arrays of a batch where they belong, and nothing where the bucket is larger."""
+
+        def put(name: str, array: NDArray[Any]) -> None:
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host[self.offsets[name] : self.offsets[name] + len(data)] = data
+
+        rows, blocks = len(batch.input_ids), batch.block_tables
+        host[: self.size] = 0
+        count = len(batch.num_computed)
+        put("input_ids", batch.input_ids)
+        put("position_ids", batch.position_ids)
+        put("logit_rows", batch.logit_rows)
+        ends = np.full(bucket.sequences + 1, rows, np.int32)
+        ends[: count + 1] = batch.cu_seqlens
+        put("cu_seqlens", ends)
+        put("num_computed", batch.num_computed)
+        table = np.zeros((bucket.sequences, bucket.max_blocks), np.int32)
+        width = min(bucket.max_blocks, blocks.shape[1])
+        table[:count, :width] = blocks[:, :width]
+        put("block_tables", table)
+        adapters = np.full((bucket.rows + bucket.logit_rows,), -1, np.int32)
+        if batch.adapters is not None:
+            of_rows = np.repeat(batch.adapters, np.diff(batch.cu_seqlens))
+            adapters[: len(of_rows)] = of_rows
+            adapters[bucket.rows :][: len(batch.logit_rows)] = of_rows[batch.logit_rows]
+        put("adapters", adapters[: bucket.rows])
+        put("row_adapters", adapters[bucket.rows :])
+        if batch.tree_mask is not None:
+            mask = np.zeros((bucket.rows, bucket.tree_words), np.uint64)
+            words = min(bucket.tree_words, batch.tree_mask.shape[1])
+            mask[:rows, :words] = batch.tree_mask[:, :words]
+            put("tree_mask", mask)
 
     @staticmethod
     def of(bucket: Bucket) -> Inputs:
