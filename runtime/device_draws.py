@@ -62,9 +62,7 @@ def draws_of(
         settings[:, begin:row] = np.array([[params.temperature], [params.top_p], [params.min_p]])
         top_k[begin:row] = params.top_k
         if params.temperature > 0:
-            depths = (0,) if chunk.tree is None else (0, *chunk.tree.depths)
-            place, seed = len(sequence.tokens), sequence.request.seed
-            numbers[begin:row] = [uniform(seed, sequence.choice, place + depth) for depth in depths]
+            numbers[begin:row] = _random(chunk)
     if not wanted.any():
         return None
     ids, factors, penalties, biases = (np.concatenate(parts) for parts in zip(*changes, strict=True))
@@ -83,6 +81,13 @@ def draws_of(
         mask_of=mask_of,
         masks=np.concatenate(masks),
     )
+
+
+def _random(chunk: Chunk) -> list[float]:
+    """Of the places after the last token and after each draft."""
+    sequence, depths = chunk.sequence, (0,) if chunk.tree is None else (0, *chunk.tree.depths)
+    place, seed = len(sequence.tokens), sequence.request.seed
+    return [uniform(seed, sequence.choice, place + depth) for depth in depths]
 
 
 def _is_for_device(chunk: Chunk, exact: bool) -> bool:
