@@ -7,6 +7,6 @@ build_scripts/setup.sh build,serve,dev
 PATH="$PWD/.venv/bin:$PATH"
 export PATH
 build_scripts/check.sh
-# Two processes; the threads of torch would only get into their way.
+# Two processes, each with neighbours of one file, which share fixtures; threads of torch would only get in the way.
 export OMP_NUM_THREADS=1
-exec pytest -q -n 2 "$@"
+exec pytest -q -n 2 --dist worksteal "$@"

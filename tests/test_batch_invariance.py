@@ -90,7 +90,7 @@ def test_kv_15_the_prefix_cache_changes_nothing(engine: Engine) -> None:
     off = LLM(engine.path, threads=1, prefix_cache=False)
     expected = [answers(off, [prompt])[0] for prompt in prompts]
     on = LLM(engine.path, threads=2, num_blocks=30, max_batch_tokens=48, check=True)
-    for _ in range(10):
+    for _ in range(4):
         assert answers(on, prompts) == expected
         assert [answers(on, [prompt])[0] for prompt in prompts] == expected
         answers(on, [tokens(7, 200)])

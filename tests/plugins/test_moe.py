@@ -157,9 +157,9 @@ def test_weights_of_other_experts_are_not_read() -> None:
 
 def test_many_tokens_are_taken_in_turns() -> None:
     """More than fits into the bounded scratch memory at once: the same bits as the last rows alone."""
-    c = case(1200, 256, 2048, 2, 2, "bfloat16")
+    c = case(1700, 2048, 6, 2, 2, "bfloat16")  # turns of some 1600 tokens: much memory, little to compute
     found = c.run(PLAIN, threads=2)
-    assert np.array_equal(c.rows(list(range(1100, 1200))).run(PLAIN), found[1100:])
+    assert np.array_equal(c.rows(list(range(1550, 1700))).run(PLAIN), found[1550:])
 
 
 def test_refusals() -> None:

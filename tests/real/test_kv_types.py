@@ -14,6 +14,8 @@ from llmc.plugins.paged_attention.storage import bytes_per_position
 pytestmark = pytest.mark.real_model
 
 MODEL, WINDOW, WINDOWS = "SmolLM2-135M-Instruct-bfloat16", 512, 8
+PERPLEXITY = 30.6467
+"""Of transformers in float32 on these windows."""
 LARGEST_RISE = {"int8": 0.001, "fp8": 0.005, "int4": 0.02}
 """Of the perplexity."""
 
@@ -53,4 +55,5 @@ def measured(shared: Path, real_model: Callable[[str], Path], tmp_path_factory: 
 
 @pytest.mark.parametrize("dtype", LARGEST_RISE)
 def test_perplexity_stays(measured: dict[str, float], dtype: str) -> None:
+    assert measured["bfloat16"] == pytest.approx(PERPLEXITY, abs=0.01)
     assert measured[dtype] <= measured["bfloat16"] * (1 + LARGEST_RISE[dtype])
