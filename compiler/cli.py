@@ -62,6 +62,13 @@ QUALITY = (
     show_default=True,
     help="What auto weighs gains against: a table of the target, or times of steps on this machine.",
 )
+@click.option(
+    "--medusa-vocab",
+    default="auto",
+    show_default=True,
+    metavar="TOKENS",
+    help="Tokens that heads choose from, the most frequent ones: a number, all, or auto (8192 where it is known).",
+)
 @click.option("--eagle", type=click.Path(path_type=Path), help="An EAGLE-1 or EAGLE-3 layer to put into the engine.")
 @click.option("--target", default="cpu", show_default=True, help="What the engine runs on; see `llmc targets`.")
 @quantization_options

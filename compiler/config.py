@@ -54,7 +54,8 @@ class BuildConfig:
     takes if that is less. ``reuse``: an engine whose quantized weights are taken over if they would come out the same.
     ``lora``: a LoRA adapter that is merged into the weights first.
     ``medusa``: Medusa heads to put into the engine; ``medusa_tree``: auto, chain:N or a file of paths; ``medusa_cost``:
-    what the tree is chosen by, the target's ``default`` table or to ``measure`` steps here.
+    what the tree is chosen by, the target's ``default`` table or to ``measure`` steps here; ``medusa_vocab``: how many
+    tokens, the most frequent ones, the heads choose from: a number, all, or auto.
     ``eagle``: an EAGLE-1 or EAGLE-3 layer to put into the engine.
     ``locked``: the recipe.json of an engine that has to come out again; see compiler/quantize/locked.py.
     """
@@ -84,6 +85,7 @@ class BuildConfig:
     medusa: Path | None = None
     medusa_tree: str = "auto"
     medusa_cost: str = "default"
+    medusa_vocab: str = "auto"
     eagle: Path | None = None
 
     def __post_init__(self) -> None:
@@ -93,8 +95,11 @@ class BuildConfig:
                 raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(known)}")
         if self.medusa_cost not in ("default", "measure"):
             raise UsageError(f"--medusa-cost {self.medusa_cost}: unknown; known: default, measure")
-        if self.medusa is None and (self.medusa_tree, self.medusa_cost) != ("auto", "default"):
-            raise UsageError("--medusa-tree and --medusa-cost belong to --medusa HEADS")
+        if self.medusa_vocab not in ("auto", "all") and not self.medusa_vocab.isdecimal():
+            raise UsageError(f"--medusa-vocab {self.medusa_vocab}: expected auto, all or a number of tokens")
+        of_heads = self.medusa_tree, self.medusa_cost, self.medusa_vocab
+        if self.medusa is None and of_heads != ("auto", "default", "auto"):
+            raise UsageError("--medusa-tree, --medusa-cost and --medusa-vocab belong to --medusa HEADS")
         Limits(self.max_seq_len or 1, self.max_batch_tokens, self.max_sequences)
         _ = self.quantization_recipe  # refuses methods and options that don't exist
 

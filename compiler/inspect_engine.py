@@ -34,7 +34,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "bits_per_weight": _report(engine).get("quantization", {}).get("summary", {}).get("bits_per_weight"),
         "kv_dtype": engine.kv_cache.dtype,
         "kv_centred": "yes" if any(_is_centred(step) for step in engine.plan.steps) else "no",
-        "medusa": None if engine.heads is None else shown(engine.heads.tree),
+        "medusa": None if engine.heads is None else shown(engine.heads.tree, engine.heads.vocabulary),
         "medusa_expected": _report(engine).get("medusa", {}).get("expected"),
         "eagle": _report(engine).get("eagle", {}).get("shown") if engine.eagle is not None else None,
         "limits": asdict(engine.limits),

@@ -65,7 +65,7 @@ def planned(compiled: Compiled, heads: HeadsToBuild | None = None) -> dict[str, 
     from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
-    more = 0 if heads is None else heads.heads.nbytes(compiled.dtype)
+    more = 0 if heads is None else heads.heads.nbytes(compiled.dtype, None if heads.ids is None else len(heads.ids))
     return {
         "architecture": compiled.checkpoint.config.architectures[0],
         "parameters": compiled.checkpoint.parameters,

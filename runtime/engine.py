@@ -191,7 +191,7 @@ def load_engine(path: Path | str, *, expect_digest: str | None = None, read_weig
         heads = eagle = None
         if (own := _own_weights(directory, manifest, path, heads_file.FILES, "Medusa heads", read_weights)) is not None:
             files = texts[heads_file.PLAN], texts[heads_file.TREE]
-            heads = heads_file.read_heads(*files, own, weights, manifest.limits, str(path))
+            heads = heads_file.read_heads(*files, own, weights, manifest.model.vocab_size, manifest.limits, str(path))
         if (
             own := _own_weights(directory, manifest, path, eagle_file.FILES, "an EAGLE layer", read_weights)
         ) is not None:

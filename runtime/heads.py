@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmc.errors import EngineError
 from llmc.runtime import plan_file, strict
 from llmc.runtime.manifest import Limits
@@ -18,6 +21,9 @@ PLAN, WEIGHTS, TREE = "medusa/plan.json", "medusa/weights.safetensors", "medusa/
 FILES = (PLAN, WEIGHTS, TREE)
 HIDDEN = "hidden"
 """The value of the plan that is written from outside: [N, hidden size]."""
+
+TOKEN_IDS = "medusa.token_ids"
+"""Not read by the plan: the tokens that it gives logits of, rising, if these are not all of the model."""
 
 MOST_NODES, MOST_RANKS = 256, 64
 
@@ -59,15 +65,30 @@ class HeadTree:
 
 @dataclass(frozen=True)
 class EngineHeads:
-    """What an engine has besides its model. ``plan``: `HIDDEN` -> logits [heads * N, V], row k * N + n of row n."""
+    """What an engine has besides its model. ``plan``: `HIDDEN` -> logits [heads * N, V], row k * N + n of row n.
+
+    ``token_ids``: [V], rising, the tokens of the model that these are of; None: all.
+    """
 
     plan: Plan
     weights: Mapping[str, Weight]
     tree: HeadTree
+    token_ids: NDArray[np.int32] | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that they choose from."""
+        return self.plan.value(self.plan.logits).shape[1].constant
 
 
 def read_heads(
-    plan: bytes, tree: bytes, own: Mapping[str, Weight], shared: Mapping[str, Weight], limits: Limits, where: str
+    plan: bytes,
+    tree: bytes,
+    own: Mapping[str, Weight],
+    shared: Mapping[str, Weight],
+    vocabulary: int,
+    limits: Limits,
+    where: str,
 ) -> EngineHeads:
     """Parse and check.
 
@@ -76,6 +97,7 @@ def read_heads(
         tree: the same.
         own: weights of the heads.
         shared: those of the model, which the plan may name too.
+        vocabulary: of the model.
         limits: of the engine; the heads take as many rows as it runs sequences.
         where: the engine's path, for messages.
 
@@ -90,5 +112,16 @@ def read_heads(
     parsed = plan_file.from_bytes(plan, shapes, few, f"{where}/{PLAN}", logits=Dim(rows=found.heads))
     if parsed.kv_slots or parsed.input_width(HIDDEN, Dim(rows=1)) is None:
         raise EngineError(f"{where}/{PLAN}: heads keep no cache and have an input {HIDDEN!r}; build the engine anew")
+    ids = weights.pop(TOKEN_IDS).array if TOKEN_IDS in weights else None
+    count = parsed.value(parsed.logits).shape[1].constant
+    if ids is None:
+        fits = count == vocabulary
+    else:
+        fits = ids.dtype == np.int32 and ids.shape == (count,) and ids[0] >= 0 and ids[-1] < vocabulary
+        fits = fits and bool((np.diff(ids) > 0).all())
+    if not fits:
+        raise EngineError(f"{where}/{PLAN}: its {count} logits are not those of tokens of the model; build it anew")
+    if max(map(max, found.paths)) >= count:
+        raise EngineError(f"{where}/{TREE}: the tree asks for more candidates than {count}; give another tree")
     used = {str(value.base) for value in parsed.values if value.storage.value == "weight"}
-    return EngineHeads(parsed, {name: weight for name, weight in weights.items() if name in used}, found)
+    return EngineHeads(parsed, {name: weight for name, weight in weights.items() if name in used}, found, ids)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.engine_writer import DraftPart, EngineContents, to_json, write_manifest
+from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, to_json, write_manifest
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.medusa.collect import Features, hidden_rows
-from llmc.compiler.medusa.heads import Heads, count_heads, read_heads
+from llmc.compiler.medusa.heads import TOKENS, Heads, count_heads, read_heads
 from llmc.compiler.medusa.lowering import describe, lower_heads, output_step
 from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
 from llmc.compiler.progress import Progress
@@ -26,7 +26,7 @@ from llmc.plugins import kernels
 from llmc.quantization.calibration import Calibration
 from llmc.runtime import strict
 from llmc.runtime.batch import Batch, EmbeddingExecutor
-from llmc.runtime.heads import PLAN, TREE, WEIGHTS, HeadTree
+from llmc.runtime.heads import PLAN, TOKEN_IDS, TREE, WEIGHTS, HeadTree
 from llmc.runtime.llm import LLM
 from llmc.runtime.request import SamplingParams
 
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 TEXTS, PROMPT, ANSWER = 16, 64, 128
 """What acceptance is measured on: so many windows of the calibration begin so, and are continued greedily."""
 
+VOCABULARY = 8192
+"""Tokens that heads choose from, if they know which are frequent: few more would be right, and all take far longer."""
+
 COST_ROWS = (1, 2, 4, 8, 16, 32, 64)
 COST_CONTEXT, COST_ROUNDS = 128, 7
 """Tokens in the cache while steps are timed, and how often each is."""
@@ -45,9 +48,13 @@ COST_CONTEXT, COST_ROUNDS = 128, 7
 
 @dataclass(frozen=True)
 class HeadsToBuild:
-    """Heads that were read and looked at before anything else is done. ``tree`` None: it is to be chosen."""
+    """Heads that were read and looked at before anything else is done. ``tree`` None: it is to be chosen.
+
+    ``ids``: tokens, rising, that they choose from; None: all.
+    """
 
     heads: Heads
+    ids: NDArray[np.int32] | None
     tree: HeadTree | None
     cost: Cost | None
     """None: to be measured."""
@@ -88,12 +95,33 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
         where = f"--locked {config.locked}: medusa"
         tree = strict.load(HeadTree, section.get("tree"), where)
         tree.check(where, UsageError)
-        return HeadsToBuild(heads, tree, read_cost(section.get("cost"), where), section)
+        ids = _tokens(str(section.get("vocabulary", "all")), heads, vocabulary)
+        return HeadsToBuild(heads, ids, tree, read_cost(section.get("cost"), where), section)
     device, _, archs = target.partition(":")
     if archs and config.medusa_cost == "measure":
         raise UsageError(f"--medusa-cost measure: steps of engines for {target} are not run here; use default")
     cost = None if config.medusa_cost == "measure" else COSTS[device]
-    return HeadsToBuild(heads, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
+    ids = _tokens(config.medusa_vocab, heads, vocabulary)
+    return HeadsToBuild(heads, ids, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
+
+
+def _tokens(asked: str, heads: Heads, vocabulary: int) -> NDArray[np.int32] | None:
+    """The most frequent ones, rising; None: all.
+
+    Raises:
+        UsageError: nobody knows which are frequent.
+    """
+    if asked == "all" or (asked == "auto" and heads.frequent is None):
+        return None
+    count = VOCABULARY if asked == "auto" else int(asked)
+    if count >= vocabulary:
+        return None
+    if heads.frequent is None or count < 1:
+        raise UsageError(
+            f"--medusa-vocab {asked}: expected 1 or more, of heads that have a {TOKENS}, as `llmc medusa train` "
+            "writes it; use all"
+        )
+    return np.sort(heads.frequent[:count])
 
 
 def add_heads(
@@ -112,20 +140,22 @@ def add_heads(
         UsageError: there is no text to choose a tree on.
     """
     progress.step("adding Medusa heads")
-    graph, method = _lowered(wanted.heads, contents, compiled, config)
+    graph, method = _lowered(wanted, contents, compiled, config)
     few = replace(compiled.limits, max_batch_tokens=compiled.limits.max_sequences)
-    part = DraftPart("medusa", (PLAN, WEIGHTS), graph, few, compiled.kv_dtype)
-    _, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
+    more = () if wanted.ids is None else (ArrayTensor(TOKEN_IDS, wanted.ids),)
+    part = DraftPart("medusa", (PLAN, WEIGHTS), graph, few, compiled.kv_dtype, more)
+    lowered, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     first = wanted.tree or HeadTree(len(wanted.heads.heads), ((0,),))
     staging.write(TREE, to_json(strict.dump(first)))
     write_manifest(staging, contents)
     share = sizes["read_bytes"] / sum(tensor.nbytes for tensor in contents.weights)
-    section = wanted.locked or _chosen(wanted, staging.path, share, config, text, progress)
+    asked = "all" if wanted.ids is None else len(wanted.ids)
+    section = wanted.locked or {"vocabulary": asked} | _chosen(wanted, staging.path, share, config, text, progress)
     tree = strict.load(HeadTree, section["tree"], TREE)
     staging.write(TREE, to_json(strict.dump(tree)))
     report = {
         **section,
-        "shown": shown(tree),
+        "shown": shown(tree, lowered.plan.value(lowered.plan.logits).shape[1].constant),
         "heads": len(wanted.heads.heads),
         "layers": len(wanted.heads.heads[0].blocks),
         "tied": wanted.heads.is_tied,
@@ -144,7 +174,7 @@ def add_heads(
 
 
 def _lowered(
-    heads: Heads, contents: EngineContents, compiled: Compiled, config: BuildConfig
+    wanted: HeadsToBuild, contents: EngineContents, compiled: Compiled, config: BuildConfig
 ) -> tuple[LoweredGraph, Method | None]:
     """The steps, and how the weights that only the heads have are quantized."""
     weight = output_step(compiled.steps).inputs[1]
@@ -153,7 +183,8 @@ def _lowered(
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
     factors: Sequence[float] = () if linear is None else linear.columns
-    return lower_heads(heads, compiled.steps, factors, compiled.dtype, method, config.compute), method
+    steps, dtype = compiled.steps, compiled.dtype
+    return lower_heads(wanted.heads, steps, factors, dtype, method, config.compute, wanted.ids), method
 
 
 def _chosen(

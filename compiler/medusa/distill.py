@@ -91,7 +91,7 @@ def train_medusa(
         features = read_pieces(folder)
         trained = _train(features, output, settings, folder, clock, threads, progress)
         blocks = [list(zip(w, b, strict=True)) for w, b in zip(trained.weight, trained.bias, strict=True)]
-        write_heads(staging, blocks, Path(os.path.realpath(model)).name)
+        write_heads(staging, blocks, Path(os.path.realpath(model)).name, features.tokens)
     if work is None:
         shutil.rmtree(folder)
     return TrainResult(

@@ -1,5 +1,6 @@
 """Medusa heads as files: the layout of Hugging Face checkpoints, read with strict checks, and written.
 
+    tokens.safetensors               ours, optional: token_ids int32, by how often the model wrote them
     config.json                      medusa_num_heads, medusa_num_layers
     medusa_lm_head.safetensors       i.l.linear.weight [H, H], i.l.linear.bias [H]: head i, residual block l
                                      i.L.weight [V, H]: its own output layer; heads without one share the model's
@@ -20,8 +21,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from llmc.compiler import safetensors_writer
+from llmc.compiler import safetensors_writer, weights
 from llmc.compiler.engine_writer import ArrayTensor, to_json
 from llmc.compiler.model_directory import ModelDirectory
 from llmc.compiler.safetensors_file import FileTensor, SafetensorsFile
@@ -35,6 +37,7 @@ CONFIG = "config.json"
 WEIGHTS = ("medusa_lm_head.safetensors", "medusa_head.safetensors")
 """Names of the file; the first is the one that is written."""
 
+TOKENS, TOKEN_IDS = "tokens.safetensors", "token_ids"
 PICKLES = ("medusa_lm_head.pt", "medusa_head.pt", "pytorch_model.bin")
 MOST_HEADS, MOST_LAYERS = 16, 16
 _Key = tuple[int, int, bool, str]
@@ -59,23 +62,30 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """All heads of a checkpoint, which all have as many blocks. ``files``: SHA-256 and size of what was read."""
+    """All heads of a checkpoint, which all have as many blocks. ``files``: SHA-256 and size of what was read.
+
+    ``frequent``: tokens, the most frequent first, if that is known.
+    """
 
     path: Path
     heads: tuple[Head, ...]
     files: Mapping[str, Mapping[str, Any]]
+    frequent: NDArray[np.int32] | None = None
 
     @property
     def is_tied(self) -> bool:
         """Whether they share the output layer of the model."""
         return self.heads[0].output is None
 
-    def nbytes(self, dtype: str) -> int:
-        """Of all weights, if they are not quantized but stored so."""
+    def nbytes(self, dtype: str, tokens: int | None = None) -> int:
+        """Of all weights, if they are not quantized but stored so; ``tokens``: that they choose from, if not all."""
         blocks = [block for head in self.heads for block in head.blocks]
-        matrices = [block.weight for block in blocks] + [head.output for head in self.heads if head.output is not None]
-        numbers = sum(math.prod(packing.packed_shape(matrix.shape[0], matrix.shape[1], dtype)) for matrix in matrices)
-        return np.dtype(dtype).itemsize * numbers + 4 * sum(block.bias.shape[0] for block in blocks)
+        shapes = [block.weight.shape[:2] for block in blocks]
+        outputs = [head.output.shape[:2] for head in self.heads if head.output is not None]
+        if tokens is not None:
+            outputs = [(tokens, shapes[0][1])] * max(1, len(outputs))  # those that are tied need one of their own, too
+        numbers = sum(math.prod(packing.packed_shape(rows, columns, dtype)) for rows, columns in [*shapes, *outputs])
+        return np.dtype(dtype).itemsize * numbers + 4 * sum(block.bias.shape[0] for block in blocks) + 4 * (tokens or 0)
 
 
 def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool = False) -> Heads:
@@ -102,8 +112,9 @@ def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool 
         output = tensors.take((head, layers, False, "weight"), (vocabulary, hidden)) if has_output[0] else None
         heads.append(Head(blocks, output))
     tensors.check_empty()
+    frequent = _read_tokens(directory, vocabulary)
     files = {n: {"sha256": directory.sha256(n), "size": directory.size(n)} for n in directory.used}
-    return Heads(path, tuple(heads), files)
+    return Heads(path, tuple(heads), files, frequent)
 
 
 def count_heads(path: Path, allow_hard_links: bool = False) -> int:
@@ -170,14 +181,20 @@ def _file_name(directory: ModelDirectory) -> str:
     raise CheckpointError(f"{directory.path}: there is no {WEIGHTS[0]}; are these Medusa heads?")
 
 
-def write_heads(staging: Staging, blocks: Sequence[Sequence[tuple[Any, Any]]], base: str) -> None:
+def write_heads(
+    staging: Staging, blocks: Sequence[Sequence[tuple[Any, Any]]], base: str, tokens: NDArray[np.int32]
+) -> None:
     """Write heads that share the model's output layer, as bfloat16.
 
     Args:
         staging: where to.
         blocks: of each head its (weight, bias) arrays.
         base: what the model is called; no path.
+        tokens: what the model wrote.
     """
+    seen, counts = np.unique(tokens, return_counts=True)
+    ids = ArrayTensor(TOKEN_IDS, seen[np.argsort(-counts, kind="stable")].astype(np.int32))
+    staging.write_stream(TOKENS, safetensors_writer.pieces(safetensors_writer.order([ids])))
     tensors = []
     for head, layers in enumerate(blocks):
         for layer, (weight, bias) in enumerate(layers):
@@ -194,6 +211,18 @@ def write_heads(staging: Staging, blocks: Sequence[Sequence[tuple[Any, Any]]], b
         "version": "2",
     }
     staging.write(CONFIG, to_json(config))
+
+
+def _read_tokens(directory: ModelDirectory, vocabulary: int) -> NDArray[np.int32] | None:
+    if not directory.has(TOKENS):
+        return None
+    file, where = SafetensorsFile(directory, TOKENS), str(directory.path / TOKENS)
+    if set(file.header.tensors) != {TOKEN_IDS} or (tensor := file.tensor(TOKEN_IDS)).dtype != "int32":
+        raise CheckpointError(f"{where}: expected one tensor, {TOKEN_IDS}, of int32")
+    ids: NDArray[np.int32] = weights.read(tensor)
+    if ids.ndim != 1 or not len(ids) or len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
+        raise CheckpointError(f"{where}: {TOKEN_IDS} are no different tokens of the model's {vocabulary}")
+    return ids
 
 
 def _sizes(directory: ModelDirectory) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmc.compiler import weights
 from llmc.compiler.engine_writer import ArrayTensor
@@ -14,9 +15,10 @@ from llmc.compiler.lowering.values import Buffer, View, contiguous
 from llmc.compiler.medusa.heads import Heads
 from llmc.compiler.quantize.decisions import MIN_NUMBERS, compute_of, method_text, x_group_of
 from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
-from llmc.compiler.quantize.sites import weight_view
+from llmc.compiler.quantize.sites import stored_view, weight_view
 from llmc.compiler.weights import Array, Cast, WeightSource
 from llmc.errors import CompileError
+from llmc.plugins import all_ops
 from llmc.plugins.quantized_linear import packing
 from llmc.quantization.base import Method, Statistics
 from llmc.quantization.rtn import Rtn
@@ -25,6 +27,11 @@ from llmc.runtime.plan import Attribute, Dim, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from llmc.compiler.safetensors_writer import Tensor
+
+OF_OUTPUTS = ("weight", "scale", "zero", "bias")
+"""Inputs of a product that have something for each output."""
 
 
 def output_step(graph: LoweredGraph) -> LoweredStep:
@@ -49,6 +56,7 @@ def lower_heads(
     dtype: str,
     method: Method | None,
     compute: str,
+    ids: NDArray[np.int32] | None = None,
 ) -> LoweredGraph:
     """The steps of the heads, and all weights that they read, those of the model too.
 
@@ -59,6 +67,7 @@ def lower_heads(
         dtype: of the weights.
         method: how the weights of the model are quantized; those of the heads are rounded to the same format.
         compute: what products with quantized weights compute with.
+        ids: tokens, rising, that logits are made of; None: all.
     """
     last = output_step(model)
     assert last.inputs[0] is not None, "a product has an input"
@@ -68,8 +77,9 @@ def lower_heads(
     rows = build.buffer("rows", Dim(rows=count), build.given[0].shape[1].constant)
     for number, head in enumerate(heads.heads):
         _add_head(build, number, [(b.weight, b.bias) for b in head.blocks], _part(rows, number))
-    logits = build.buffer("logits", Dim(rows=count), last.outputs[0].shape[-1].constant)
-    shared = {}
+    width = last.outputs[0].shape[-1].constant if ids is None else len(ids)
+    logits = build.buffer("logits", Dim(rows=count), width)
+    shared: dict[str, Any] = {}
     if heads.is_tied:
         if factors:
             inverse = 1 / np.array(factors, np.float32)
@@ -78,17 +88,46 @@ def lower_heads(
             scaled = build.buffer("scaled", Dim(rows=count), rows.shape[1].constant)
             build.steps.append(LoweredStep("elementwise", (rows, spread), (scaled,), {"function": "mul"}, "medusa"))
             rows = scaled
-        build.steps.append(LoweredStep(last.op, (rows, *last.inputs[1:]), (logits,), last.attributes, "medusa"))
-        names = {view.buffer.name for view in last.inputs[1:] if view is not None}
-        shared = {name: tensor for name, tensor in model.weights.items() if name in names}
+        inputs = [rows, *last.inputs[1:]]
+        for place, name in enumerate(all_ops()[last.op].inputs[: len(inputs)]):
+            if place and (stored := inputs[place]) is not None:
+                tensor: Tensor = model.weights[stored.buffer.name]
+                if ids is not None and name.strip("?") in OF_OUTPUTS:
+                    stem = f"medusa.output.{name.strip('?')}"
+                    if isinstance(tensor, PackedWeight):
+                        tensor = PackedWeight(stem, weights.Picked(tensor.source, ids), tensor.panels)
+                    else:
+                        tensor = _picked(tensor, ids, stem)
+                    inputs[place] = stored_view(tensor.name, tensor.dtype, tensor.shape)
+                shared[tensor.name] = tensor
+        build.steps.append(LoweredStep(last.op, tuple(inputs), (logits,), last.attributes, "medusa"))
     else:
         for number, head in enumerate(heads.heads):
             assert head.output is not None, "they are not tied"
-            build.linear(f"medusa.{number}.output", _part(rows, number), head.output, None, _part(logits, number))
+            output = head.output if ids is None else weights.Picked(head.output, ids)
+            build.linear(f"medusa.{number}.output", _part(rows, number), output, None, _part(logits, number))
     graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=build.buffers_given)
     if method is not None:
         graph = with_rounded(graph, build.matrices, method, compute)
     return graph
+
+
+def _picked(tensor: Tensor, ids: NDArray[np.int32], name: str) -> ArrayTensor:
+    """Panels, or a vector, of quantized weights, for these outputs only, which rise."""
+    panels = len(tensor.shape) > 1
+    dtype, parts = weights.numpy_dtype(tensor.dtype), []
+    size, begin = packing.PANEL if panels else 1, 0
+    for chunk in tensor.chunks():
+        rows = chunk.reshape(-1).view(dtype).reshape(-1, *tensor.shape[1:])  # it may come as bytes
+        mine = ids[(ids >= begin) & (ids < begin + size * len(rows))] - begin
+        parts.append(rows[mine // size, :, mine % size] if panels else rows[mine])
+        begin += size * len(rows)
+    picked = np.concatenate(parts)
+    if panels:
+        padded = np.zeros((-(-len(ids) // size) * size, *picked.shape[1:]), picked.dtype)
+        padded[: len(ids)] = picked
+        picked = padded.reshape(-1, size, *picked.shape[1:]).swapaxes(1, 2)
+    return ArrayTensor(name, np.ascontiguousarray(picked))
 
 
 class StepBuilder:

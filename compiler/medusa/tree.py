@@ -129,7 +129,8 @@ def read_cost(value: Any, where: str) -> Cost:
     raise UsageError(f"{where}: the table of costs is damaged")
 
 
-def shown(tree: HeadTree) -> str:
-    """For people: 12 nodes, 3 deep: 5, 4, 3 at each depth."""
+def shown(tree: HeadTree, vocabulary: int) -> str:
+    """For people: 12 nodes, 5, 4, 3 at depth 1 to 3; 3 heads, which choose from so many tokens."""
     widths = [sum(len(path) == depth for path in tree.paths) for depth in range(1, tree.depth + 1)]
-    return f"{len(tree.paths)} nodes, {', '.join(map(str, widths))} at depth 1 to {tree.depth}; {tree.heads} heads"
+    nodes = f"{len(tree.paths)} nodes, {', '.join(map(str, widths))} at depth 1 to {tree.depth}"
+    return f"{nodes}; {tree.heads} heads of {vocabulary} tokens"

@@ -32,7 +32,7 @@ class HeadRunner:
     ) -> None:
         part = _alone(engine)
         assert engine.heads is not None, "it was looked for"
-        self.tree = engine.heads.tree
+        self.tree, self._token_ids = engine.heads.tree, engine.heads.token_ids
         self._most = engine.limits.max_sequences
         self._executor = make_part(part, model, num_blocks=1, threads=threads, isa=isa)
         self._width = part.plan.value(HIDDEN).shape[1].constant
@@ -42,7 +42,8 @@ class HeadRunner:
         if hidden.shape[1] != self._width:
             raise EngineError(f"heads for rows of {self._width} numbers were given {hidden.shape[1]}")
         parts = [_best(self._run(hidden[i : i + self._most]), ranks) for i in range(0, len(hidden), self._most)]
-        return np.concatenate(parts, axis=1)
+        best = np.concatenate(parts, axis=1)
+        return best if self._token_ids is None else self._token_ids[best].astype(np.int64)
 
     def _run(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """Logits [heads, N, V]; valid until the next call."""

@@ -34,6 +34,12 @@ def write(folder: Path, tensors: dict[str, Array], heads: int, layers: int = 1) 
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": heads, "medusa_num_layers": layers}))
 
 
+TOKENS = np.random.default_rng(3).permutation(VOCABULARY)[:50].astype(np.int32)
+"""The most frequent first."""
+
+FEW: dict[str, Any] = {"medusa_vocab": "37"}
+
+
 def write_heads(folder: Path, layers: int, output: bool) -> dict[str, Array]:
     random = np.random.default_rng(layers)
     tensors: dict[str, Array] = {}
@@ -75,16 +81,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("layers", "output", "options", "tolerance"),
     [
         (1, False, {}, 1e-4),
-        (2, True, {}, 1e-4),
-        (1, False, {"quantization": "awq:bits=8,group=32", "quant_lm_head": True, "compute": "float32"}, 0.02),
+        (2, True, FEW, 1e-4),
+        (1, False, {**FEW, "quantization": "awq:bits=8,group=32", "quant_lm_head": True, "compute": "float32"}, 0.02),
     ],
 )
 def test_logits_are_those_of_the_formula(
     model: Path, texts: Path, tmp_path: Path, layers: int, output: bool, options: dict[str, Any], tolerance: float
 ) -> None:
-    """The last one also shares an output layer whose inputs are scaled, and rounds the heads."""
+    """The last one also shares an output layer whose inputs are scaled, and rounds the heads; two choose from few."""
     tensors = write_heads(tmp_path / "heads", layers, output)
-    calib = {"calib": str(texts), "calib_samples": 4, "calib_length": 40} if options else {}
+    (tmp_path / "heads/tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": TOKENS}))
+    calib = {"calib": str(texts), "calib_samples": 4, "calib_length": 40} if "quantization" in options else {}
+    ids = np.sort(TOKENS[: int(options["medusa_vocab"])]) if options else np.arange(VOCABULARY)
     config = BuildConfig(medusa=tmp_path / "heads", medusa_tree="chain:2", max_seq_len=96, **options, **calib)
     build_engine(model, tmp_path / "engine", config)
     engine = load_engine(tmp_path / "engine")
@@ -93,14 +101,17 @@ def test_logits_are_those_of_the_formula(
     found = runner._run(rows)
     for head in range(HEADS):
         own = tensors[f"{head}.{layers}.weight"] if output else output_layer(engine).weight
-        expected = formula(tensors, rows, head, layers, own)
+        expected = formula(tensors, rows, head, layers, own)[:, ids]
         assert np.abs(found[head] - expected).max() < tolerance * np.abs(expected).max()
     alone = np.concatenate([runner._run(row[None]).copy() for row in rows], axis=1)
     assert np.array_equal(alone, runner._run(rows))
-    assert np.array_equal(runner.best(rows, 3)[..., 0], runner._run(rows).argmax(-1))
+    assert np.array_equal(runner.best(rows, 3)[..., 0], ids[runner._run(rows).argmax(-1)])
     assert engine.heads is not None
     shared = set(engine.heads.weights) & set(engine.weights)
-    assert bool(shared) is not output
+    assert bool(shared) is not bool(options)
+    report = json.loads((tmp_path / "engine/report.json").read_text())["medusa"]
+    assert report["shown"].endswith(f"3 heads of {len(ids)} tokens")
+    assert describe(engine)["medusa"] == report["shown"]
 
 
 def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> None:
@@ -130,7 +141,7 @@ def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> 
     assert plan["heads_bytes"] == first.report["medusa"]["own_bytes"]
     assert plan["disk_bytes"] == compiled.estimate.disk_bytes + plan["heads_bytes"]
     shown = describe(load_engine(tmp_path / "first"))
-    assert shown["medusa"].endswith("3 heads") and shown["medusa_expected"]["tokens_per_step"] > 1
+    assert shown["medusa"].endswith("3 heads of 131 tokens") and shown["medusa_expected"]["tokens_per_step"] > 1
     locked = BuildConfig(medusa=tmp_path / "heads", locked=tmp_path / "first/recipe.json", max_seq_len=96)
     assert build_engine(model, tmp_path / "locked", locked).digest == first.digest
     with pytest.raises(UsageError, match="that engine has Medusa heads; give them with --medusa"):
@@ -154,6 +165,10 @@ def test_what_can_not_be_built_is_refused(model: Path, tmp_path: Path) -> None:
             build_engine(
                 tmp_path / "no-model", tmp_path / "engine", BuildConfig(medusa=tmp_path / heads, medusa_tree=tree)
             )
+    with pytest.raises(UsageError, match=r"--medusa-vocab 9: expected 1 or more, of heads that have a tokens\.safet"):
+        build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "whole", medusa_vocab="9"))
+    with pytest.raises(UsageError, match="--medusa-vocab many: expected auto, all or a number"):
+        BuildConfig(medusa=tmp_path, medusa_vocab="many")
     write(tmp_path / "heads", {"0.0.linear.weight": np.zeros((8, 8), np.float32)}, 1)
     with pytest.raises(CheckpointError, match=r"expected \[60, 60\]; these heads are of a model with another"):
         build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "heads"))

@@ -56,8 +56,9 @@ def test_all_numbers_are_read(tmp_path: Path, output: bool, prefix: str, name: s
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     blocks = [[(random.normal(size=(HIDDEN, HIDDEN)), random.normal(size=HIDDEN))] for _ in range(3)]
-    write_heads(Staging(tmp_path), blocks, "tiny")
+    write_heads(Staging(tmp_path), blocks, "tiny", np.array([5, 9, 9, 2], np.int32))
     heads = read_heads(tmp_path, HIDDEN, VOCABULARY)
+    assert heads.frequent is not None and heads.frequent.tolist() == [9, 2, 5]
     assert len(heads.heads) == 3 and heads.is_tied
     np.testing.assert_allclose(weights.read(heads.heads[2].blocks[0].bias).astype(np.float64), blocks[2][0][1], 1e-2)
     config = json.loads((tmp_path / "config.json").read_text())

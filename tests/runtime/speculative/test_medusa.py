@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from checkpoints import safetensors_bytes
 from medusa_heads import write_heads
-from script_models import write_script_model
+from script_models import T0, write_script_model
 
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.errors import EngineError, UsageError
-from llmc.runtime.engine import load_engine
-from llmc.runtime.heads import HeadTree, read_heads
+from llmc.runtime.engine import Weight, load_engine
+from llmc.runtime.heads import TOKEN_IDS, HeadTree, read_heads
 from llmc.runtime.speculative.medusa import grow
 from llmc.runtime.speculative.opening import Speculation
 
+VOCABULARY = T0["vocab_size"]
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
 
 
@@ -32,7 +35,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         heads = write_heads(folder / f"{name}-heads", right=name == "perfect")
         (folder / "tree.json").write_text("[[0], [1], [0, 0], [2], [0, 0, 3], [1, 1]]")
         path = tree if tree.startswith("chain") else str(folder / tree)
-        build_engine(model, folder / name, BuildConfig(medusa=heads, medusa_tree=path, max_seq_len=96))
+        ids = np.random.default_rng(2).permutation(VOCABULARY)[:100].astype(np.int32)
+        (heads / "tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": ids}))
+        vocabulary = "all" if name == "perfect" else "90"
+        config = BuildConfig(medusa=heads, medusa_tree=path, medusa_vocab=vocabulary, max_seq_len=96)
+        build_engine(model, folder / name, config)
         engines[name] = folder / name
     return engines
 
@@ -84,7 +91,20 @@ def test_only_rows_of_the_arena_are_written_from_outside(built: dict[str, Path])
         step["inputs"] = ["hidden" if name == weight["name"] else name for name in step["inputs"]]
     for spoiled in (plan, named):
         with pytest.raises(EngineError, match=r"plan.json: heads keep no cache and have an input 'hidden'"):
-            read_heads(json.dumps(spoiled).encode(), tree, own, engine.weights, engine.limits, "there")
+            read_heads(json.dumps(spoiled).encode(), tree, own, engine.weights, VOCABULARY, engine.limits, "there")
+
+
+def test_heads_of_few_tokens_name_tokens_of_the_model(built: dict[str, Path]) -> None:
+    engine, folder = load_engine(built["random"]), built["random"] / "medusa"
+    assert engine.heads is not None and engine.heads.token_ids is not None
+    plan, tree = (folder / "plan.json").read_bytes(), (folder / "tree.json").read_bytes()
+    ids = engine.heads.token_ids
+    for wrong in (None, ids[:-1], ids[::-1], ids.astype(np.int64), ids - ids[0] - 1, ids + VOCABULARY - ids[-1]):
+        own = dict(engine.heads.weights)
+        if wrong is not None:
+            own[TOKEN_IDS] = cast(Weight, SimpleNamespace(name=TOKEN_IDS, dtype="int32", shape=(1,), array=wrong))
+        with pytest.raises(EngineError, match="its 90 logits are not those of tokens of the model"):
+            read_heads(plan, tree, own, engine.weights, VOCABULARY, engine.limits, "there")
 
 
 def test_what_makes_no_sense_is_refused(built: dict[str, Path], tmp_path: Path) -> None:
