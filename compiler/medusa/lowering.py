@@ -88,19 +88,8 @@ def lower_heads(
             scaled = build.buffer("scaled", Dim(rows=count), rows.shape[1].constant)
             build.steps.append(LoweredStep("elementwise", (rows, spread), (scaled,), {"function": "mul"}, "medusa"))
             rows = scaled
-        inputs = [rows, *last.inputs[1:]]
-        for place, name in enumerate(all_ops()[last.op].inputs[: len(inputs)]):
-            if place and (stored := inputs[place]) is not None:
-                tensor: Tensor = model.weights[stored.buffer.name]
-                if ids is not None and name.strip("?") in OF_OUTPUTS:
-                    stem = f"medusa.output.{name.strip('?')}"
-                    if isinstance(tensor, PackedWeight):
-                        tensor = PackedWeight(stem, weights.Picked(tensor.source, ids), tensor.panels)
-                    else:
-                        tensor = _picked(tensor, ids, stem)
-                    inputs[place] = stored_view(tensor.name, tensor.dtype, tensor.shape)
-                shared[tensor.name] = tensor
-        build.steps.append(LoweredStep(last.op, tuple(inputs), (logits,), last.attributes, "medusa"))
+        given, shared = _output_layer(last, model, ids)
+        build.steps.append(LoweredStep(last.op, (rows, *given), (logits,), last.attributes, "medusa"))
     else:
         for number, head in enumerate(heads.heads):
             assert head.output is not None, "they are not tied"
@@ -112,8 +101,25 @@ def lower_heads(
     return graph
 
 
-def _picked(tensor: Tensor, ids: NDArray[np.int32], name: str) -> ArrayTensor:
-    """Panels, or a vector, of quantized weights, for these outputs only, which rise."""
+def _output_layer(
+    last: LoweredStep, model: LoweredGraph, ids: NDArray[np.int32] | None
+) -> tuple[list[View | None], dict[str, Tensor]]:
+    """What the product is given besides x, for these outputs, and the tensors."""
+    views, tensors = list(last.inputs[1:]), {}
+    for place, (name, view) in enumerate(zip(all_ops()[last.op].inputs[1:], last.inputs[1:], strict=False)):
+        if view is not None:
+            tensor: Tensor = model.weights[view.buffer.name]
+            if ids is not None and name.strip("?") in OF_OUTPUTS:
+                tensor = _picked(tensor, ids, f"medusa.output.{name.strip('?')}")
+                views[place] = stored_view(tensor.name, tensor.dtype, tensor.shape)
+            tensors[tensor.name] = tensor
+    return views, tensors
+
+
+def _picked(tensor: Tensor, ids: NDArray[np.int32], name: str) -> Tensor:
+    """Panels, or a vector, for these outputs only, which rise."""
+    if isinstance(tensor, PackedWeight):
+        return PackedWeight(name, weights.Picked(tensor.source, ids), tensor.panels)
     panels = len(tensor.shape) > 1
     dtype, parts = weights.numpy_dtype(tensor.dtype), []
     size, begin = packing.PANEL if panels else 1, 0

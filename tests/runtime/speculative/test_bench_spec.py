@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -22,13 +23,11 @@ def prompts(tmp_path: Path) -> str:
     return str(tmp_path / "prompts.jsonl")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, script: str = "bench_spec") -> int:
     monkeypatch.syspath_prepend(str(ROOT / "build_scripts"))
-    monkeypatch.setattr(sys, "argv", ["bench_spec.py", *arguments])
-    import bench_spec
-
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
     try:
-        return bench_spec.main()
+        return int(importlib.import_module(script).main())
     except SystemExit as left:
         return int(left.code or 0)
 
@@ -43,6 +42,18 @@ def test_a_row_for_each(
     assert run(monkeypatch, prompts, str(tmp_path / "engine"), "--new", "4", "--batch", "1", "2") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["batch"], row["different"], row["tokens"] > 0) for row in rows] == [(1, [], True), (2, [], True)]
+
+    results = tmp_path / "results.jsonl"
+    asked = prompts, str(tmp_path / "engine"), "--results", str(results), "--new", "4"
+    for count in (3, 0):  # without drafts, and with them alone and in a batch; then all is there
+        assert run(monkeypatch, *asked, script="spec_identity") == 0
+        assert len(capsys.readouterr().out.splitlines()) == count
+    first, *others = results.read_text().splitlines()
+    wrong = json.loads(first)
+    wrong["answers"][0][-1] += 1
+    results.write_text("\n".join([json.dumps(wrong), *others[:1], others[1][:9]]))  # the last one was cut off
+    assert run(monkeypatch, *asked, script="spec_identity") == 1
+    assert json.loads(capsys.readouterr().out)["different"] == [0]
 
 
 @pytest.mark.parametrize(
