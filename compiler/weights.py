@@ -194,33 +194,6 @@ class Stack(Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Picked(Sized):
-    """Some rows of a source, in rising order."""
-
-    source: WeightSource
-    ids: NDArray[np.int32]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes."""
-        return (len(self.ids), *self.source.shape[1:])
-
-    @property
-    def dtype(self) -> str:
-        """That of the source."""
-        return self.source.dtype
-
-    def rows(self, start: int, stop: int) -> NDArray[Any]:
-        """Reads what lies between, too, a bounded piece at a time."""
-        wanted, found = self.ids[start:stop], [self.source.rows(0, 0)]
-        step = max(1, CHUNK_BYTES * len(self.ids) // max(1, self.nbytes))
-        for begin in range(int(wanted[0]), int(wanted[-1]) + 1, step) if len(wanted) else ():
-            end = min(begin + step, self.source.shape[0])
-            found.append(self.source.rows(begin, end)[wanted[(wanted >= begin) & (wanted < end)] - begin])
-        return np.concatenate(found)
-
-
-@dataclass(frozen=True, eq=False)
 class Transpose(Sized):
     """Axes reordered: axis i of the result is axis ``permutation[i]`` of the source.
 

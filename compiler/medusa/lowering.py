@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,33 @@ if TYPE_CHECKING:
 
 OF_OUTPUTS = ("weight", "scale", "zero", "bias")
 """Inputs of a product that have something for each output."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picked(weights.Sized):
+    """Some rows of a source, in rising order."""
+
+    source: WeightSource
+    ids: NDArray[np.int32]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes."""
+        return (len(self.ids), *self.source.shape[1:])
+
+    @property
+    def dtype(self) -> str:
+        """That of the source."""
+        return self.source.dtype
+
+    def rows(self, start: int, stop: int) -> NDArray[Any]:
+        """Reads what lies between, too, a bounded piece at a time."""
+        wanted, found = self.ids[start:stop], [self.source.rows(0, 0)]
+        step = max(1, weights.CHUNK_BYTES * len(self.ids) // max(1, self.nbytes))
+        for begin in range(int(wanted[0]), int(wanted[-1]) + 1, step) if len(wanted) else ():
+            end = min(begin + step, self.source.shape[0])
+            found.append(self.source.rows(begin, end)[wanted[(wanted >= begin) & (wanted < end)] - begin])
+        return np.concatenate(found)
 
 
 def output_step(graph: LoweredGraph) -> LoweredStep:
@@ -93,7 +121,7 @@ def lower_heads(
     else:
         for number, head in enumerate(heads.heads):
             assert head.output is not None, "they are not tied"
-            output = head.output if ids is None else weights.Picked(head.output, ids)
+            output = head.output if ids is None else Picked(head.output, ids)
             build.linear(f"medusa.{number}.output", _part(rows, number), output, None, _part(logits, number))
     graph = LoweredGraph(build.steps, logits, {**shared, **build.weights}, {}, given=build.buffers_given)
     if method is not None:
@@ -119,7 +147,7 @@ def _output_layer(
 def _picked(tensor: Tensor, ids: NDArray[np.int32], name: str) -> Tensor:
     """Panels, or a vector, for these outputs only, which rise."""
     if isinstance(tensor, PackedWeight):
-        return PackedWeight(name, weights.Picked(tensor.source, ids), tensor.panels)
+        return PackedWeight(name, Picked(tensor.source, ids), tensor.panels)
     panels = len(tensor.shape) > 1
     dtype, parts = weights.numpy_dtype(tensor.dtype), []
     size, begin = packing.PANEL if panels else 1, 0
