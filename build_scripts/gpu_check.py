@@ -56,7 +56,8 @@ Report = dict[str, Any]
 def environment(record: Path) -> dict[str, str]:
     """For processes that run tests on the device."""
     paths = [str(TESTS), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "GPU_RECORD": str(record)}
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "GPU_RECORD": str(record)}
+    return os.environ | variables | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # those of others take seconds to import
 
 
 def pytest_command(tests: Sequence[str]) -> list[str]:

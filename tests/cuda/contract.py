@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import torch
 from emulator import Emulator
+from sass import Recorder
 
 from llmc.plugins import Op, Sample, all_ops
 from llmc.plugins.cuda import BatchTensors, Cache, Call, Launch, Tensor
@@ -60,19 +61,23 @@ def check_op(contract: Contract, dtype: str, *, mode: str = "checked") -> list[s
         AssertionError: a kernel disagrees with the reference, or did what it may not.
     """
     op = all_ops()[contract.op]
-    samples = (contract.samples or op.plan_samples)(np.random.default_rng(7))
-    names: dict[str, None] = {}
-    for number, sample in enumerate(samples):
-        message = f"llmc::{op.name} in {dtype}, sample {number}: {dict(sample.attributes)}"
+    cases = []
+    for sample in (contract.samples or op.plan_samples)(np.random.default_rng(7)):
         sample = converted(op, contract, sample, dtype)
-        expected = reference(op, contract, sample, dtype)
+        cases.append((sample, reference(op, contract, sample, dtype)))
+    with Recorder() as recorder, Emulator(mode) as device:
+        for sample, expected in cases:
+            run(contract, sample, dtype, recorder, [(e.shape, e.dtype.name) for e in expected])
+        device.prepare(recorder.kernels.values())
+    for number, (sample, expected) in enumerate(cases):
+        message = f"llmc::{op.name} in {dtype}, sample {number}: {dict(sample.attributes)}"
         # All orders of threads and blocks take their turn; the first sample has to give the same bits in all of them.
         orders = (0, 1, 2) if number == 0 else (number % 3,)
         first: list[np.ndarray] | None = None
         for order in orders:
             with Emulator(mode, order=order, seed=number) as device:
                 try:
-                    found = run(contract, sample, dtype, device, [(e.shape, e.dtype.name) for e in expected], names)
+                    found = run(contract, sample, dtype, device, [(e.shape, e.dtype.name) for e in expected])
                 except AssertionError as error:
                     raise AssertionError(f"{message}: {error}") from error
             for name, one, other in zip(op.outputs, found, expected, strict=True):
@@ -80,7 +85,7 @@ def check_op(contract: Contract, dtype: str, *, mode: str = "checked") -> list[s
             for one, other in zip(found, first or found, strict=True):
                 assert one.tobytes() == other.tobytes(), f"{message}: the order of threads changes the result"
             first = found
-    return list(names)
+    return list(recorder.kernels)
 
 
 def run(
@@ -89,7 +94,6 @@ def run(
     dtype: str,
     device: Emulator,
     outputs: Sequence[tuple[tuple[int, ...], str]],
-    names: dict[str, None] | None = None,
 ) -> list[np.ndarray]:
     """The outputs of one sample, whose inputs have been converted."""
     op = all_ops()[contract.op]
@@ -103,10 +107,7 @@ def run(
     batch, caches = contract.paged(device, sample, dtype) if contract.paged and sample.context else (NO_BATCH, ())
     targets = tuple(device.empty(shape, kind, name) for (shape, kind), name in zip(outputs, op.outputs, strict=True))
     call = call_of(device, inputs, targets, sample.attributes, batch, caches, contract.capability)
-    made = launches_of(op.name, call)
-    for launch in made:
-        if names is not None:
-            names[launch.kernel.name] = None
+    for launch in launches_of(op.name, call):
         device.launch(launch)
     return [device.get(t.address, t.shape, t.dtype) for t in targets]
 

@@ -130,6 +130,7 @@ def library_of(kernel: Kernel, mode: str = "checked") -> Path:
 
 def libraries(kernels: Iterable[Kernel], mode: str = "checked") -> dict[str, Path]:
     """The library of each kernel. Those that are missing are compiled, kernels of one source at once."""
+    kernels = list(kernels)
     places = {kernel.name: _place(kernel, mode) for kernel in kernels}
     groups: dict[tuple[str, type[Any]], list[Kernel]] = {}
     for kernel in {kernel.name: kernel for kernel in kernels if not places[kernel.name].exists()}.values():
@@ -256,6 +257,10 @@ class Emulator:
         address = self.alloc(int(np.prod(shape)) * kind.itemsize, name)
         return Tensor(address, dtype, tuple(shape), tuple(stride // kind.itemsize for stride in strides))
 
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Compile kernels at once: a compiler for each that is launched would take most of the time of a test."""
+        libraries(kernels, self.mode)
+
     def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
         """Run a kernel to its end.
 
@@ -282,7 +287,7 @@ class Emulator:
     def run(self, launches: Iterable[Launch], **options: Any) -> None:
         """Run launches in order."""
         launches = list(launches)
-        libraries([launch.kernel for launch in launches], self.mode)
+        self.prepare(launch.kernel for launch in launches)
         for one in launches:
             self.launch(one, **options)
 

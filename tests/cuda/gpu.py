@@ -127,6 +127,10 @@ class Gpu(Emulator):
         """See `Emulator.set`."""
         device().put(address, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Compile kernels, several at a time."""
+        compile_kernels(kernels, arch_of(device().capability), folders=(PLUGINS, SIMT))
+
     def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
         """Run a kernel to its end."""
         device().run([launch])

@@ -40,6 +40,9 @@ class Recorder(Emulator):
         super().__init__("plain")
         self.kernels: dict[str, Kernel] = {}
 
+    def prepare(self, kernels: Iterable[Kernel]) -> None:
+        """Nothing will run."""
+
     def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
         """Remember the kernel."""
         self.kernels[launch.kernel.name] = launch.kernel
