@@ -14,7 +14,7 @@ from llmc.compiler.gguf_blocks import quantized
 from llmc.compiler.gguf_file import BLOCKS, BlockTensor, GgufFile
 from llmc.compiler.model_config import make_config
 from llmc.compiler.model_directory import ModelDirectory
-from llmc.compiler.weights import Concat, Reshape, Transpose, WeightSource, read
+from llmc.compiler.weights import Computed, Concat, Reshape, Transpose, WeightSource, read
 from llmc.errors import CheckpointError, CompileError
 
 Values = dict[str, Any]
@@ -78,23 +78,11 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Shifted:
-    """A tensor plus a constant, in float32."""
+@dataclass(frozen=True, eq=False)
+class Shifted(Computed):
+    """A tensor plus a constant."""
 
-    source: WeightSource
     by: float
-    dtype: str = "float32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return int(np.prod(self.shape)) * 4
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Rows with the constant added."""

@@ -16,29 +16,18 @@ from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.quantize.folding import Factors
 from llmc.compiler.quantize.sites import Site, unrounded
 from llmc.compiler.safetensors_file import FileTensor
-from llmc.compiler.weights import Array, Cast, Concat, Sized, Transpose, WeightSource
+from llmc.compiler.weights import Array, Cast, Computed, Concat, Transpose, WeightSource
 from llmc.errors import CheckpointError
 from llmc.runtime.adapter_file import AdapterFile, LowRank, ParameterPair
 from llmc.runtime.lora import Linear, LinearRows, Linears
 
 
 @dataclass(frozen=True, eq=False)
-class Merged(Sized):
-    """A weight [N, K] (or [K, N] if ``transposed``) with what an adapter adds to it, in float32."""
+class Merged(Computed):
+    """A weight [N, K] (or [K, N] if ``transposed``) with what an adapter adds to it."""
 
-    source: WeightSource
     added: LowRank
     transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        """Wide enough for the sum; the build rounds it once."""
-        return "float32"
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Rows. Products are added rank by rank, so that no library's threads decide about the order."""
@@ -50,22 +39,11 @@ class Merged(Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class MergedStack(Sized):
-    """Weights [E, N, K] (or [E, K, N] if ``transposed``) with what an adapter adds to each, in float32."""
+class MergedStack(Computed):
+    """Weights [E, N, K] (or [E, K, N] if ``transposed``) with what an adapter adds to each."""
 
-    source: WeightSource
     added: ParameterPair
     transposed: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        """Wide enough for the sum."""
-        return "float32"
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Whole experts."""

@@ -92,6 +92,23 @@ class Sized:
 
 
 @dataclass(frozen=True, eq=False)
+class Computed(Sized):
+    """Numbers that are computed from those of a source, in float32: wide enough, and the build rounds them once."""
+
+    source: WeightSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the source."""
+        return self.source.shape
+
+    @property
+    def dtype(self) -> str:
+        """That of the sums and products."""
+        return "float32"
+
+
+@dataclass(frozen=True, eq=False)
 class Array(Sized):
     """A tensor in memory."""
 

@@ -27,7 +27,7 @@ from llmc.compiler.lowering.values import ONE, Buffer, View, product
 from llmc.compiler.quantize.interpreter import strided
 from llmc.compiler.quantize.sites import weight_view
 from llmc.compiler.safetensors_writer import Tensor
-from llmc.compiler.weights import Array, Cast, Sized, WeightSource
+from llmc.compiler.weights import Array, Cast, Computed, WeightSource
 from llmc.runtime.plan import Storage
 
 Factors = NDArray[np.float32]
@@ -51,25 +51,14 @@ class Producer:
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Sized):
-    """A weight [rows, columns], or [experts, rows, columns]: columns multiplied, rows divided; in float32.
+class Scaled(Computed):
+    """A weight [rows, columns], or [experts, rows, columns]: columns multiplied, rows divided.
 
     Factors are [rows] and [columns], or with the experts in front.
     """
 
-    source: WeightSource
     row_divisors: Factors | None
     column_factors: Factors | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        """Wide enough for the products."""
-        return "float32"
 
     def rows(self, start: int, stop: int) -> NDArray[Any]:
         """Rows, or experts."""

@@ -219,14 +219,14 @@ def test_connections_that_do_nothing_keep_nobody_out_for_long(hasty: Any, served
 
 def test_lif_13_a_client_that_never_reads(hasty: Any, served: Any) -> None:
     """Others go on meanwhile; after the send timeout it is dropped, and its blocks are back."""
-    body = {"prompt": "z", "n": 24, "max_tokens": 500, "ignore_eos": True, "logprobs": 20, "stream": True}
+    body = {"prompt": "z", "n": 64, "max_tokens": 500, "ignore_eos": True, "logprobs": 20, "stream": True}
     with hasty.connect(SO_RCVBUF=4096) as sock:
         data = json.dumps(body).encode()
         sock.sendall(f"{HEAD}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        client = hasty.openai("first")
-        for _ in range(7):
-            answer = client.completions.create(model="script", prompt="m", temperature=0)
-            assert answer.choices[0].text == "no"
+        with hasty.openai("first") as client:
+            for _ in range(7):
+                answer = client.completions.create(model="script", prompt="m", temperature=0)
+                assert answer.choices[0].text == "no"
         with hasty.http(headers={"authorization": "Bearer first"}) as http:
             served.wait_until(lambda: 'running_sequences{model="script"} 0.0' in http.get("/metrics").text)
         served.wait_until(lambda: not psutil.Process(hasty.process.pid).net_connections()[2:])  # but the listeners
