@@ -14,7 +14,7 @@ from llmc.compiler.gguf_blocks import quantized
 from llmc.compiler.gguf_file import BLOCKS, BlockTensor, GgufFile
 from llmc.compiler.model_config import make_config
 from llmc.compiler.model_directory import ModelDirectory
-from llmc.compiler.weights import Computed, Concat, Reshape, Transpose, WeightSource, read
+from llmc.compiler.weights import Concat, Elementwise, Reshape, Transpose, WeightSource, read
 from llmc.errors import CheckpointError, CompileError
 
 Values = dict[str, Any]
@@ -79,7 +79,7 @@ class Architecture:
 
 
 @dataclass(frozen=True, eq=False)
-class Shifted(Computed):
+class Shifted(Elementwise):
     """A tensor plus a constant."""
 
     by: float

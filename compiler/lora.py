@@ -16,14 +16,14 @@ from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.quantize.folding import Factors
 from llmc.compiler.quantize.sites import Site, unrounded
 from llmc.compiler.safetensors_file import FileTensor
-from llmc.compiler.weights import Array, Cast, Computed, Concat, Transpose, WeightSource
+from llmc.compiler.weights import Array, Cast, Concat, Elementwise, Transpose, WeightSource
 from llmc.errors import CheckpointError
 from llmc.runtime.adapter_file import AdapterFile, LowRank, ParameterPair
 from llmc.runtime.lora import Linear, LinearRows, Linears
 
 
 @dataclass(frozen=True, eq=False)
-class Merged(Computed):
+class Merged(Elementwise):
     """A weight [N, K] (or [K, N] if ``transposed``) with what an adapter adds to it."""
 
     added: LowRank
@@ -39,7 +39,7 @@ class Merged(Computed):
 
 
 @dataclass(frozen=True, eq=False)
-class MergedStack(Computed):
+class MergedStack(Elementwise):
     """Weights [E, N, K] (or [E, K, N] if ``transposed``) with what an adapter adds to each."""
 
     added: ParameterPair

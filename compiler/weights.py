@@ -92,8 +92,8 @@ class Sized:
 
 
 @dataclass(frozen=True, eq=False)
-class Computed(Sized):
-    """Numbers that are computed from those of a source, in float32: wide enough, and the build rounds them once."""
+class Elementwise(Sized):
+    """A number for each of a source's; in float32, which the build rounds once, if a class does not say otherwise."""
 
     source: WeightSource
 
@@ -104,7 +104,7 @@ class Computed(Sized):
 
     @property
     def dtype(self) -> str:
-        """That of the sums and products."""
+        """That of what is computed."""
         return "float32"
 
 
@@ -254,16 +254,10 @@ class Transpose(Sized):
 
 
 @dataclass(frozen=True, eq=False)
-class Cast(Sized):
+class Cast(Elementwise):
     """Converted to another dtype, rounding to nearest even."""
 
-    source: WeightSource
     to: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
 
     @property
     def dtype(self) -> str:

@@ -27,7 +27,7 @@ from llmc.compiler.lowering.values import ONE, Buffer, View, product
 from llmc.compiler.quantize.interpreter import strided
 from llmc.compiler.quantize.sites import weight_view
 from llmc.compiler.safetensors_writer import Tensor
-from llmc.compiler.weights import Array, Cast, Computed, WeightSource
+from llmc.compiler.weights import Array, Cast, Elementwise, WeightSource
 from llmc.runtime.plan import Storage
 
 Factors = NDArray[np.float32]
@@ -51,7 +51,7 @@ class Producer:
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Computed):
+class Scaled(Elementwise):
     """A weight [rows, columns], or [experts, rows, columns]: columns multiplied, rows divided.
 
     Factors are [rows] and [columns], or with the experts in front.
