@@ -80,10 +80,12 @@ PROMISES = {
     "R6 what never fits is refused, what runs out ends": [
         f"{SERVER}request_fields.py::test_api_22_longer_than_the_context",
         f"{SERVER}request_fields.py::test_api_29_a_pool_that_is_smaller_than_the_model",
+        "runtime/speculative/test_eagle.py::test_who_finds_no_memory_gets_no_drafts",
     ],
     "R7 aborts free everything": [
         f"{SERVER}engine_loop.py::test_aborts_at_any_moment_free_everything",
         f"{SERVER}lifecycle.py::test_a_client_that_goes_away_frees_everything",
+        "runtime/speculative/test_eagle.py::test_what_is_aborted_holds_nothing",
     ],
     "R8 a full queue answers": [f"{SERVER}lifecycle.py::test_lif_04_a_full_queue_answers"],
     "R9 probes tell the truth": [f"{SERVER}broken_engine.py::test_an_engine_that_hangs_is_not_ready"],
@@ -108,6 +110,9 @@ PROMISES = {
         "runtime/speculative/test_answers.py::test_spc_01_the_distribution_is_the_models",
         "runtime/speculative/test_draft.py::test_spc_08_a_draft_engine_that_is_the_target_is_always_right",
         "runtime/speculative/test_identity.py::test_spc_09_drafts_change_nothing",
+        "runtime/speculative/test_medusa.py::test_random_heads_change_nothing",
+        "runtime/speculative/test_eagle.py::test_drafts_change_nothing",
+        "runtime/speculative/test_eagle.py::test_a_layer_that_knows_the_model_is_always_right",
     ],
     "R18 an engine is whole or not there": [
         "compiler/test_interrupted_builds.py::test_art_04_killed",
