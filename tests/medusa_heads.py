@@ -9,6 +9,8 @@ from checkpoints import safetensors_bytes
 from script_models import T0, next_tokens, script_rows
 
 HEADS, HIDDEN, VOCABULARY = 3, T0["hidden_size"], T0["vocab_size"]
+TOKENS = np.random.default_rng(2).permutation(VOCABULARY)[:100].astype(np.int32)
+"""The most frequent first."""
 
 
 def write_heads(folder: Path, *, right: bool) -> Path:
@@ -29,5 +31,6 @@ def write_heads(folder: Path, *, right: bool) -> Path:
             output[ahead] = script_rows()
     folder.mkdir()
     (folder / "medusa_lm_head.safetensors").write_bytes(safetensors_bytes(tensors))
+    (folder / "tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": TOKENS}))
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
     return folder

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from checkpoints import safetensors_bytes
-from medusa_heads import write_heads
-from script_models import T0, write_script_model
+from medusa_heads import VOCABULARY, write_heads
+from script_models import write_script_model
 
 from llmc import LLM, SamplingParams
 from llmc.compiler.api import build_engine
@@ -22,7 +21,6 @@ from llmc.runtime.heads import TOKEN_IDS, HeadTree, read_heads
 from llmc.runtime.speculative.medusa import grow
 from llmc.runtime.speculative.opening import Speculation
 
-VOCABULARY = T0["vocab_size"]
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
 
 
@@ -35,8 +33,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         heads = write_heads(folder / f"{name}-heads", right=name == "perfect")
         (folder / "tree.json").write_text("[[0], [1], [0, 0], [2], [0, 0, 3], [1, 1]]")
         path = tree if tree.startswith("chain") else str(folder / tree)
-        ids = np.random.default_rng(2).permutation(VOCABULARY)[:100].astype(np.int32)
-        (heads / "tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": ids}))
         vocabulary = "all" if name == "perfect" else "90"
         config = BuildConfig(medusa=heads, medusa_tree=path, medusa_vocab=vocabulary, max_seq_len=96)
         build_engine(model, folder / name, config)
