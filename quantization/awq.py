@@ -12,6 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from llmc.errors import UsageError
 from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, Statistics, check_finite
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import option
@@ -43,6 +44,11 @@ class Awq(IntegerMethod):
     grid: int = option(20, "exponents that are tried for the scales; 0: no scales", low=0, high=100)
     duo: bool = option(True, "scales depend on the weights too, not on the inputs only")
     clip: bool = option(True, "search the span of each group that makes the least error of its outputs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.grid or self.duo):
+            raise UsageError("--quant awq: duo=false: there are no scales with grid=0; leave one of them away")
 
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None

@@ -92,9 +92,17 @@ def help_text() -> str:
         lines.append(f"{name}: {(kind.__doc__ or '').strip().splitlines()[0]}")
         for field in dataclasses.fields(kind):
             default = str(field.default).lower() if isinstance(field.default, bool) else field.default
-            lines.append(f"  {field.name}={default}  {field.metadata['help']}")
+            lines.append(f"  {field.name}={default}  {field.metadata['help']}{_range(field)}")
     lines += [f"{preset.name}: {preset.help} ({preset.method})" for preset in presets().values()]
     return "\n".join(lines)
+
+
+def _range(field: dataclasses.Field[Any]) -> str:
+    """What an option may be, where its default does not tell."""
+    choices, low, high = (field.metadata[key] for key in ("choices", "low", "high"))
+    if choices:
+        return f" [{', '.join(str(choice) for choice in choices)}]"
+    return "" if low is None else f" [{low} to {high}]"
 
 
 def _split(text: str, whole: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ class IntegerMethod(Method):
     """A method that stores int4 or int8 in groups."""
 
     bits: int = option(4, "bits of a weight", choices=(4, 8))
-    group: int = option(128, "columns that share a scale; 0 or -1: a whole row")
+    group: int = option(128, "columns that share a scale: 16 to 256 in steps of 16; 0 or -1: a whole row")
     sym: bool = option(True, "no zero points")
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from llmc.errors import UsageError
 from llmc.quantization.base import (
     Activations,
     FloatArray,
@@ -52,6 +53,8 @@ class SmoothQuant(Method):
 
     def __post_init__(self) -> None:
         _ = self.weights  # refuses groups that don't exist
+        if self.search and self.alpha != type(self).alpha:
+            raise UsageError(f"--quant smoothquant: alpha={self.alpha}: is searched; give search=false too")
 
     @property
     def weights(self) -> Scheme:

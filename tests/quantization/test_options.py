@@ -21,6 +21,11 @@ def test_options_come_from_the_fields() -> None:
     assert options_of(method) == {"bits": 8, "group": 64, "sym": False, "clip": False}
 
 
+def test_the_help_says_what_options_may_be() -> None:
+    for line in ("inputs are rounded to [float, fp8]", "bits of a weight [4, 8]", "that of the Hessian [1e-06 to 1.0]"):
+        assert line in help_text()
+
+
 def test_options_change_a_preset() -> None:
     assert parse_method("int8:group=32").weights == Scheme("int8", 32)
 
@@ -48,6 +53,8 @@ def test_mth_31_one_group_per_channel(group: str) -> None:
         ("rtn:sym=true,sym=false", "sym is given twice"),
         ("rtn:sym=true,", "expected option=value"),
         ("RTN", "unknown method"),
+        ("smoothquant:alpha=0.3", "alpha=0.3: is searched; give search=false"),
+        ("awq:grid=0,duo=false", "duo=false: there are no scales with grid=0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, complaint: str) -> None:
