@@ -16,6 +16,7 @@ from typing import Any
 
 from llmc.compiler.model_config import CODE_KEYS, read_json
 from llmc.compiler.model_directory import ModelDirectory
+from llmc.compiler.staging import disk_errors
 from llmc.errors import CheckpointError
 
 VOCABULARIES = (
@@ -72,7 +73,8 @@ def freeze_directory(directory: ModelDirectory, config: Any) -> FrozenTokenizer 
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(prefix="llmc-tokenizer-") as folder:
-        _copy(directory, Path(folder))
+        with disk_errors(Path(folder)):
+            _copy(directory, Path(folder))
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 folder, config=config, trust_remote_code=False, local_files_only=True

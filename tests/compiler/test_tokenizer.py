@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from checkpoints import write_llama
 
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.tokenizer import PROBES, FrozenTokenizer
-from llmc.errors import CheckpointError
+from llmc.errors import CheckpointError, ResourceError
 
 TEXTS = ("hello there", "  two  spaces", "a\nb", "Größe 123", *PROBES)
 
@@ -133,4 +134,16 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, text: str) -> None:
     folder = with_config(write_llama(tmp_path))
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(CheckpointError, match="tokenizer"):
+        frozen(folder)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_config(write_llama(tmp_path))
+    bpe().save(str(folder / "tokenizer.json"))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ResourceError, match="the disk is full"):
         frozen(folder)
