@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -101,16 +102,16 @@ class Draws:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a device has chosen for rows that were ``wanted``. A score that is not finite: there is no token.
+    """What the executor has chosen for rows that were ``wanted``. A score that is not finite: there is no token.
 
     ``again``: chooses anew for a row, with another random number and without the token that was chosen for it last;
-    until the next step.
+    until the next step. None: no row has bad words.
     """
 
-    wanted: NDArray[np.bool_]
-    tokens: Int32
-    scores: NDArray[np.float32]
-    again: Callable[[int, int, float], tuple[int, float]]
+    wanted: ListOf[bool] | NDArray[np.bool_]
+    tokens: ListOf[int] | Int32
+    scores: ListOf[float] | NDArray[np.float32]
+    again: Callable[[int, int, float], tuple[int, float]] | None = None
 
 
 @runtime_checkable
@@ -131,6 +132,15 @@ class SamplingExecutor(Executor, Protocol):
 
         ``draws`` is called while the device computes the logits; None: they are all wanted.
         """
+        ...
+
+
+@runtime_checkable
+class GreedyExecutor(Executor, Protocol):
+    """One that finds the largest logits while it has them at hand."""
+
+    def step_greedily(self, batch: Batch) -> tuple[NDArray[np.float32], list[int], list[float]]:
+        """Logits as of `step`, and of each row the first of its largest logits, and this; NaN is the largest."""
         ...
 
 

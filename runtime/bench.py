@@ -282,4 +282,7 @@ def _profile_table(name: str, found: dict[str, Any]) -> Table:
         each = f"{f['seconds'] / f['steps'] * 1e6:.1f} us"
         table.add_row(op, f"{f['share']:.1%}", each, *(f"{v:.1f}" for v in work), f"{f['of_roofline']:.0%}")
     table.add_row("outside the plan", f"{found['outside']:.1%}")
+    if (steps := found["decodes"]) is not None:
+        name = f"the same, {steps['sequences']} sequences that decode"
+        table.add_row(name, f"{steps['outside']:.1%}", f"{steps['seconds'] * steps['outside'] * 1e6:.1f} us")
     return table

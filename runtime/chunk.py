@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Tree, tree_masks
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """The rows of one sequence in a step: tokens ``start`` to ``stop``; logits are needed from ``first_row`` on.
 
@@ -25,20 +25,19 @@ class Chunk:
     first_row: int
     tree: Tree | None = None
 
-    @property
-    def num_drafts(self) -> int:
-        """Rows of draft tokens."""
-        return 0 if self.tree is None else len(self.tree)
+    num_drafts: int = field(init=False)
+    """Rows of draft tokens."""
+    num_rows: int = field(init=False)
+    """All rows."""
+    num_logits: int = field(init=False)
+    """Rows of logits."""
 
-    @property
-    def num_rows(self) -> int:
-        """All rows."""
-        return self.stop - self.start + self.num_drafts
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits."""
-        return max(0, self.stop - max(self.start, self.first_row)) + self.num_drafts
+    def __post_init__(self) -> None:
+        start, stop, first = self.start, self.stop, self.first_row
+        self.num_drafts = drafts = 0 if self.tree is None else len(self.tree)
+        self.num_rows = stop - start + drafts
+        first = first if first > start else start
+        self.num_logits = (stop - first if stop > first else 0) + drafts
 
     @property
     def completes(self) -> bool:

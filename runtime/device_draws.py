@@ -90,6 +90,18 @@ def _random(chunk: Chunk) -> list[float]:
     return [uniform(seed, sequence.choice, place + depth) for depth in depths]
 
 
+def greedy_rows(chunks: ListOf[Chunk], *, exact: bool) -> list[bool]:
+    """The rows of logits of a step of which nothing but the largest is wanted; ``exact`` as in `draws_of`."""
+    wanted: list[bool] = []
+    for chunk in chunks:
+        count = chunk.num_logits
+        plain = chunk.sequence.request.is_plain and chunk.completes and count == 1 + chunk.num_drafts
+        if plain and (chunk.tree is not None or chunk.sequence.request.params.min_tokens):
+            plain = (exact or chunk.tree is None) and not _is_changed(chunk.sequence)
+        wanted += (plain,) * count
+    return wanted
+
+
 def _is_for_device(chunk: Chunk, exact: bool) -> bool:
     """Whether nobody but the sampler wants the logits, and what it does can be done there."""
     sequence, params = chunk.sequence, chunk.sequence.request.params

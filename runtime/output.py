@@ -13,7 +13,7 @@ from llmc.runtime.request import FinishReason, Request, Sequence
 from llmc.runtime.sampling import TokenLogprob
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What came since the last one of this choice. ``text`` may be empty; the last one has a ``finish_reason``."""
 

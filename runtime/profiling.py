@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,28 @@ class Total:
         }
 
 
+class Decodes:
+    """Steps without prompts that follow one of the same size: by the number of sequences, (inside, outside) in ns."""
+
+    FEWEST = 8
+    """Steps of a size from which on it is looked at."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+
+    def add(self, sequences: int, inside: int, outside: int) -> None:
+        """One step."""
+        self._steps.setdefault(sequences, []).append((inside, outside))
+
+    def to_json(self) -> dict[str, float] | None:
+        """Of the most sequences; None if no size had enough steps."""
+        sizes = [size for size, steps in self._steps.items() if len(steps) >= self.FEWEST]
+        if not sizes:
+            return None
+        inside, outside = (statistics.median(times) / 1e9 for times in zip(*self._steps[max(sizes)], strict=True))
+        return {"sequences": max(sizes), "seconds": inside + outside, "outside": outside / (inside + outside)}
+
+
 class Profile:
     """Watches an executor and adds up, by op, time and work.
 
@@ -62,6 +85,8 @@ class Profile:
         self._decodes_only = decodes_only
         self._last_end: int | None = None
         self._inside = self._between = 0
+        self._decodes = Decodes()
+        self._last_decodes = 0
         self.totals: dict[str, Total] = {}
 
     def add(self, batch: Batch, begin_ns: int, end_ns: int, steps: Sequence[tuple[int, int, int]]) -> None:
@@ -69,8 +94,14 @@ class Profile:
         if self._decodes_only and len(batch.input_ids) != len(batch.num_computed):
             self._last_end = None
             return
+        gap = 0 if self._last_end is None else begin_ns - self._last_end
         self._inside += end_ns - begin_ns
-        self._between += 0 if self._last_end is None else begin_ns - self._last_end
+        self._between += gap
+        rows = len(batch.num_computed)
+        decodes = rows if rows == len(batch.input_ids) else 0
+        if gap and decodes > 1 and decodes == self._last_decodes:
+            self._decodes.add(decodes, end_ns - begin_ns, gap)
+        self._last_decodes = decodes
         sizes = len(batch.input_ids), len(batch.logit_rows)
         seen = _positions(batch)
         for number, begin, end in steps:
@@ -85,12 +116,16 @@ class Profile:
         self._last_end = time.perf_counter_ns()  # what is done here is nobody's time
 
     def to_json(self) -> dict[str, Any]:
-        """By op, the longest first; ``outside``: the share of scheduling, sampling and text, between runs."""
+        """By op, the longest first; ``outside``: the share of scheduling, sampling and text, between runs.
+
+        ``decodes``: the same of steps without prompts, by medians, for the most sequences that so many steps had.
+        """
         seconds = max(1, self._inside + self._between) / 1e9
         ops = sorted(self.totals.items(), key=lambda item: -item[1].seconds)
         return {
             "seconds": seconds,
             "outside": self._between / 1e9 / seconds,
+            "decodes": self._decodes.to_json(),
             "ops": {op: total.to_json(seconds) for op, total in ops},
         }
 

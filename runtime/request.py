@@ -211,8 +211,14 @@ class Request:
     """Tokens of the prompt that were in the prefix cache when the first choice began; None before that."""
     root: Content | None = None
     """The prefix cache's."""
+    is_plain: bool = field(init=False)
+    """Whether only the largest logits matter, but for min_tokens."""
 
     def __post_init__(self) -> None:
+        p = self.params
+        adjusted = p.needs_penalties or p.logit_bias or p.bad_words or self.constraint is not None
+        reported = p.logprobs is not None or p.prompt_logprobs is not None or p.num_choices != p.n
+        self.is_plain = not (p.temperature or adjusted or reported or self.pool is not None)
         if self.params.seed is not None:
             self.seed = self.params.seed
         if not self.sequences:
@@ -290,6 +296,8 @@ class Sequence:
     @property
     def scored(self) -> int | None:
         """Of a sequence that scores its prompt and is not done with that: tokens scored so far; else None."""
+        if not self.request.prompt_logprobs:
+            return None
         scored = len(self.request.prompt_logprobs)
         return scored if self.choice == 0 and 0 < scored < self.num_prompt else None
 

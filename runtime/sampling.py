@@ -7,6 +7,7 @@ batches, draws the same tokens. Ties go to the lowest id.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as ListOf
@@ -44,7 +45,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sampled:
     """The next token of a sequence, or why there is none: an error, or ``ends``, its constraint allows nothing more."""
 
@@ -153,13 +154,14 @@ class Sampler:
         """What a device has chosen for a row, or why there is no token; as `sample_row`."""
         request, constraint, attempt = sequence.request, sequence.constraint, 0
         token, score = int(chosen.tokens[row]), float(chosen.scores[row])
-        while np.isfinite(score):
+        while math.isfinite(score):
             if not _completes(sequence, token):
                 return Sampled(token)
+            assert chosen.again is not None, "it has bad words"
             attempt += 1
             drawn = uniform(request.seed, sequence.choice, len(sequence.tokens), attempt)
             token, score = chosen.again(row, token, drawn)
-        if not np.isneginf(score):
+        if score != -math.inf:
             return Sampled(error=NOT_FINITE)
         if constraint is not None and constraint.is_complete:
             return Sampled(ends=True)

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import RequestError
-from llmc.runtime.batch import Chosen, EmbeddingExecutor, Executor, SamplingExecutor
+from llmc.runtime.batch import Chosen, EmbeddingExecutor, Executor, GreedyExecutor, SamplingExecutor
 from llmc.runtime.chunk import Budget, Chunk, pack
-from llmc.runtime.device_draws import draws_of
+from llmc.runtime.device_draws import draws_of, greedy_rows
 from llmc.runtime.kv_cache import BlockTable, KvCache, StatePool
 from llmc.runtime.outcome import Outcome
 from llmc.runtime.prefix_cache import PrefixCache
@@ -110,6 +110,7 @@ class Scheduler:
         self.speculator = speculator
         self._executor, self._clock = executor, clock
         self._device = executor if isinstance(executor, SamplingExecutor) else None
+        self._greedy = executor if isinstance(executor, GreedyExecutor) else None
         self._sampler, self._outcome = sampler, Outcome(sampler, speculator)
         self._has_deadlines = False
 
@@ -171,8 +172,7 @@ class Scheduler:
         kept = 0 if self.speculator is None else self.speculator.reserve(len(self.running))
         budget = Budget(max(1, self.config.max_batch_tokens - kept), max(1, self.config.max_logit_rows - kept))
         chunks: dict[Sequence, Chunk] = {}
-        decodes_first = sorted(self.running, key=lambda s: (len(s.tokens) - s.num_computed > 1, s.order))
-        for sequence in decodes_first:
+        for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.num_computed > 1):  # which are in order
             if sequence.table is not None:  # else preempted a moment ago
                 self._add_chunk(sequence, budget, chunks, share=LONG_SHARE)
         if self.statistics.preemptions == preemptions:
@@ -330,8 +330,11 @@ class Scheduler:
         batch = pack(chunks)
         pooled = [chunk.sequence.request.pool is not None for chunk in chunks if chunk.num_logits]
         if not (any(pooled) or (pooled and self.speculator is not None and self.speculator.wants_hidden)):
+            exact = self.speculator is None or self.speculator.rule is Rule.EXACT
+            if self._greedy is not None and any(wanted := greedy_rows(chunks, exact=exact)):
+                logits, tokens, scores = self._greedy.step_greedily(batch)
+                return None, logits, Chosen(wanted, tokens, scores)
             if (device := self._device) is not None:
-                exact = self.speculator is None or self.speculator.rule is Rule.EXACT
                 most, sampler = (device.most_changes, device.most_masks), self._sampler
                 make = partial(draws_of, chunks, device.vocab_size, most, sampler, exact=exact)
                 return None, *device.choose(batch, make)

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -206,14 +207,14 @@ void make_executor(PyExecutor* self, const std::vector<ValueArgument>& values, c
 
 void run_executor(PyExecutor& self, const Array<std::int32_t, 1>& input_ids, const Array<std::int32_t, 1>& logit_rows,
                   const BatchArguments& arguments, std::int64_t upto,
-                  const std::optional<Array<std::int32_t, 1>>& adapters) {
+                  const std::optional<Array<std::int32_t, 1>>& adapters, std::int64_t choose_from) {
   require(input_ids.shape(0) == arguments.position_ids.shape(0), "input_ids and position_ids differ in length");
   const Batch batch = arguments.view(logit_rows.shape(0));
   require(!adapters || static_cast<std::int64_t>(adapters->shape(0)) == batch.sequences,
           "adapters must have an entry for each sequence");
   const std::int32_t* adapter_of = adapters ? adapters->data() : nullptr;
   const nb::gil_scoped_release unlocked;
-  self.executor->run(batch, input_ids.data(), logit_rows.data(), upto, adapter_of);
+  self.executor->run(batch, input_ids.data(), logit_rows.data(), upto, adapter_of, choose_from);
 }
 
 void run_op(const std::string& op, const std::vector<ViewArgument>& inputs, const std::vector<ViewArgument>& outputs,
@@ -240,7 +241,8 @@ void bind_executor(nb::module_& m) {
            nb::arg("kv_slots"), nb::arg("kv_dtype"), nb::arg("block_size"), nb::arg("blocks"), nb::arg("threads"),
            nb::arg("isa"), nb::arg("poison"))
       .def("run", &run_executor, nb::arg("input_ids"), nb::arg("logit_rows"), nb::arg("batch"), nb::arg("upto"),
-           nb::arg("adapters").none() = nb::none())
+           nb::arg("adapters").none() = nb::none(), nb::arg("choose_from") = -1)
+      .def("chosen", [](const PyExecutor& self) { return self.executor->chosen(); })
       .def(
           "resume", [](PyExecutor& self, std::int64_t begin, std::int64_t upto) { self.executor->resume(begin, upto); },
           nb::arg("begin"), nb::arg("upto"), nb::call_guard<nb::gil_scoped_release>())

@@ -200,7 +200,7 @@ void Executor::resolve() {
 }
 
 void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto,
-                   const std::int32_t* adapters) {
+                   const std::int32_t* adapters, std::int64_t choose_from) {
   const std::unique_lock lock(running_, std::try_to_lock);
   require(lock.owns_lock(), "the executor is already running a batch in another thread");
   check_batch(batch, logit_rows);
@@ -215,7 +215,36 @@ void Executor::run(const Batch& batch, const std::int32_t* input_ids, const std:
     }
   }
   if (poison_) std::memset(arena_.data(), 0xff, arena_.size());
+  const Awake awake(pool_);
   run_steps(0, upto);
+  chosen_ = {};
+  if (choose_from >= 0) choose(choose_from);
+}
+
+// Each thread looks at columns of all rows: those that it has just computed, in a product of few rows.
+void Executor::choose(std::int64_t value) {
+  const Tensor rows = view(value);
+  require(
+      rows.dtype == DType::f32 && rows.ndim == 2 && rows.shape[1] > 0 && (rows.stride[1] == 1 || rows.shape[1] == 1),
+      "only of float32 [rows, columns], contiguous in columns, the largest are found");
+  const auto count = static_cast<std::size_t>(rows.shape[0]), parts = static_cast<std::size_t>(pool_.size());
+  std::vector<Largest> found(count * parts, Largest{0, -1});
+  pool_.split(rows.shape[1], 16, [&](std::int64_t begin, std::int64_t end, int thread) {
+    for (std::int64_t r = 0; r < rows.shape[0]; ++r) {
+      Largest& own = found[static_cast<std::size_t>(thread) * count + static_cast<std::size_t>(r)];
+      own = largest(rows.as<const float>() + r * rows.stride[0] + begin, end - begin);
+      own.index += static_cast<std::int32_t>(begin);
+    }
+  });
+  for (std::size_t r = 0; r < count; ++r) {
+    Largest best = found[r];
+    for (std::size_t part = 1; part < parts; ++part) {
+      const Largest& other = found[part * count + r];
+      if (other.index >= 0 && other.key > best.key) best = other;
+    }
+    chosen_.first.push_back(best.index);
+    chosen_.second.push_back(rows.as<const float>()[static_cast<std::int64_t>(r) * rows.stride[0] + best.index]);
+  }
 }
 
 void Executor::resume(std::int64_t begin, std::int64_t upto) {
@@ -223,11 +252,11 @@ void Executor::resume(std::int64_t begin, std::int64_t upto) {
   require(lock.owns_lock(), "the executor is already running a batch in another thread");
   require(batch_.tokens > 0, "no batch has been run");
   require(begin >= 0, "begin is negative");
+  const Awake awake(pool_);
   run_steps(begin, upto);
 }
 
 void Executor::run_steps(std::int64_t begin, std::int64_t upto) {
-  const Awake awake(pool_);
   const std::int64_t end = std::min(static_cast<std::int64_t>(steps_.size()), upto);
   for (std::int64_t i = begin; i < end; ++i) run_step(static_cast<std::size_t>(i));
 }

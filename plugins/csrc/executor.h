@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cpu_features.h"
+#include "logits.h"
 #include "memory.h"
 #include "thread_pool.h"
 
@@ -53,13 +54,17 @@ class Executor {
            std::vector<WeightBuffer> weights, KvMemory kv, int threads, const std::string& isa, bool poison);
 
   // Runs the steps before `upto` on a batch, whose arrays are copied first. With poison, the arena is filled with NaN.
-  // adapters [S]: the LoRA adapter of each sequence, -1: none; null: no sequence has one. Fails, before anything is
+  // adapters [S]: the LoRA adapter of each sequence, -1: none; null: no sequence has one. choose_from: the value [rows,
+  // columns] of whose rows the largest numbers are wanted; -1: none. Fails, before anything is
   // written, if the batch contradicts itself or the cache, or a view leaves its memory.
   void run(const Batch& batch, const std::int32_t* input_ids, const std::int32_t* logit_rows, std::int64_t upto,
-           const std::int32_t* adapters = nullptr);
+           const std::int32_t* adapters = nullptr, std::int64_t choose_from = -1);
 
   // Goes on with the last batch: the steps from `begin` to before `upto`.
   void resume(std::int64_t begin, std::int64_t upto);
+
+  // Where the largest number of each row of `choose_from` stands, as of the last run, and that number.
+  const std::pair<std::vector<std::int32_t>, std::vector<float>>& chosen() const { return chosen_; }
 
   // The view as of the last run.
   Tensor view(std::int64_t value) const;
@@ -89,6 +94,7 @@ class Executor {
   Tensor resolve(const ValueSpec& value);
   void run_steps(std::int64_t begin, std::int64_t upto);
   void run_step(std::size_t index);
+  void choose(std::int64_t value);
 
   std::vector<ValueSpec> values_;
   std::vector<Step> steps_;
@@ -103,6 +109,7 @@ class Executor {
   std::mutex running_;
   bool poison_ = false, tracing_ = false;
   std::vector<StepTime> times_;
+  std::pair<std::vector<std::int32_t>, std::vector<float>> chosen_;
 };
 
 }  // namespace llmc

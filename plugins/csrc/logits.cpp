@@ -59,6 +59,36 @@ __attribute__((target("avx512f"))) void fill_avx512(const float* scores, std::in
 }
 #endif
 
+// A whole number for each, in the same order; equal ones, such as 0 and -0, have the same.
+inline __attribute__((always_inline)) std::int32_t key_of(float x) {
+  const auto bits = std::bit_cast<std::int32_t>(x + 0.0f);
+  const std::int32_t magnitude = bits & 0x7fffffff, key = bits < 0 ? -magnitude : magnitude;
+  return magnitude > 0x7f800000 ? 0x7fffffff : key;
+}
+
+inline __attribute__((always_inline)) std::int32_t most(const float* scores, std::int64_t count) {
+  std::int32_t key = key_of(scores[0]);
+  for (std::int64_t i = 1; i < count; ++i) key = std::max(key, key_of(scores[i]));
+  return key;
+}
+std::int32_t most_plain(const float* scores, std::int64_t count) { return most(scores, count); }
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) std::int32_t most_avx2(const float* scores, std::int64_t count) {
+  return most(scores, count);
+}
+__attribute__((target("avx512f"))) std::int32_t most_avx512(const float* scores, std::int64_t count) {
+  return most(scores, count);
+}
+#endif
+
+auto* best_most() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f")) return &most_avx512;
+  if (__builtin_cpu_supports("avx2")) return &most_avx2;
+#endif
+  return &most_plain;
+}
+
 auto* best_fill() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f")) return &fill_avx512;
@@ -108,6 +138,18 @@ std::int64_t draw_token(const float* scores, std::int64_t count, float highest, 
     if ((before += static_cast<double>(weights[i])) > target) break;
   }
   return begin + last;
+}
+
+Largest largest(const float* scores, std::int64_t count) {
+  auto* const most_of = best_most();
+  std::int64_t place = 0;
+  std::int32_t key = most_of(scores, std::min(kBlock, count));
+  for (std::int64_t begin = kBlock; begin < count; begin += kBlock) {
+    const std::int32_t other = most_of(scores + begin, std::min(kBlock, count - begin));
+    if (other > key) key = other, place = begin;
+  }
+  while (key_of(scores[place]) != key) ++place;
+  return {key, static_cast<std::int32_t>(place)};
 }
 
 }  // namespace llmc

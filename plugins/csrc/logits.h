@@ -10,4 +10,10 @@ namespace llmc {
 std::int64_t draw_token(const float* scores, std::int64_t count, float highest, float temperature, float least,
                         double draw);
 
+// The largest of so many numbers, and where it first stands. NaN is the largest.
+struct Largest {
+  std::int32_t key, index;  // keys are ordered as the numbers are
+};
+Largest largest(const float* scores, std::int64_t count);
+
 }  // namespace llmc

@@ -95,6 +95,15 @@ class CpuExecutor:
         self.run(batch)
         return self._native.view(self._logits)
 
+    def step_greedily(self, batch: Batch) -> tuple[NDArray[np.float32], list[int], list[float]]:
+        """The same, and of each row the first of its largest logits, and this; NaN is the largest.
+
+        Raises:
+            KernelError: as step.
+        """
+        self.run(batch, choose_from=self._logits)
+        return self._native.view(self._logits), *self._native.chosen()
+
     def embed(self, batch: Batch, *, logits: bool) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """What goes into the head of the model, [N, hidden size], a copy; and logits as of `step` if asked for.
 
@@ -116,11 +125,12 @@ class CpuExecutor:
     def _head_factors(self) -> NDArray[np.float32] | None:
         return None if self._head is None else input_factors(self._engine, self.plan.steps[self._head])
 
-    def run(self, batch: Batch, upto: int | None = None) -> None:
+    def run(self, batch: Batch, upto: int | None = None, choose_from: int = -1) -> None:
         """Run the first ``upto`` steps of the plan, by default all."""
         count = len(self.plan.steps) if upto is None else upto
         begin = time.perf_counter_ns()
-        self._native.run(batch.input_ids, batch.logit_rows, kernels.native_batch(batch), count, batch.adapters)
+        inputs = batch.input_ids, batch.logit_rows, kernels.native_batch(batch)
+        self._native.run(*inputs, count, batch.adapters, choose_from)
         if self._observers:
             end, times = time.perf_counter_ns(), self._native.take_times()
             for observer in self._observers:

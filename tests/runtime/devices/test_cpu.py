@@ -104,6 +104,28 @@ def test_threads_change_no_bit() -> None:
     np.testing.assert_array_equal(one, many)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_the_largest_logits_are_found(threads: int) -> None:
+    columns, nan, inf = 2500, np.nan, np.inf
+    logits = value("logits", 0, N, columns)
+    run = executor(Plan((logits,), (), 4 * columns * TOKENS, "logits", ()), threads=threads)
+    rows = np.random.default_rng(0).standard_normal((8, columns), np.float32)
+    rows[1] = 7  # ties
+    rows[2], rows[2, 1030] = -0.0, 0.0
+    rows[3], rows[3, -1] = -3, -2
+    rows[4], rows[4, 2400] = -inf, -1e38
+    rows[5, [1700, 40]] = inf
+    rows[6, [1900, 60]] = nan, inf
+    rows[7, 2047] = -nan
+    given = batch(logit_rows=np.arange(7, dtype=np.int32).repeat(2)[:8])
+    run.run(given, 0)
+    run._native.view(0)[:] = rows
+    found, ids, scores = run.step_greedily(given)
+    np.testing.assert_array_equal(found, rows)
+    assert ids == rows.argmax(axis=1).tolist()
+    np.testing.assert_array_equal(np.array(scores, np.float32), rows[range(8), ids])
+
+
 def test_values_can_be_read_at_any_step() -> None:
     run = executor(poison=True)
     given = batch()
@@ -261,6 +283,19 @@ def test_profile_counts_bytes_and_operations() -> None:
     found = decodes.to_json()
     assert list(found["ops"]) == sorted(found["ops"], key=lambda op: -found["ops"][op]["seconds"])
     assert sum(op["share"] for op in found["ops"].values()) + found["outside"] <= 1
+    assert found["decodes"] is None
+
+
+def test_profile_tells_what_decodes_spend_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = Profile(PLAN, "float32", {"read_bandwidth": 1.0, "fp32": 2.0}, decodes_only=False)
+    now = 0
+    monkeypatch.setattr("time.perf_counter_ns", lambda: now)
+    for number in range(20):
+        sizes = (1, 1, 1) if number < 12 else (1, 1)
+        now += 100
+        profile.add(batch(sizes), now - 90, now, [])
+    profile.add(batch((3, 4)), now + 50, now + 60, [])
+    assert profile.to_json()["decodes"] == {"sequences": 3, "seconds": 100e-9, "outside": 0.1}
 
 
 def test_profile_counts_what_attention_reads() -> None:
