@@ -192,7 +192,8 @@ def test_a_layer_that_knows_the_model_is_always_right(kind: str, tmp_path: Path)
     params = [SamplingParams(max_tokens=40, ignore_eos=True)] * len(SCRIPT_PROMPTS)
     params[1] = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.02, seed=1, n=2)
     texts: list[Any] = []
-    for name, asked in (("good", None), ("good", Speculation("eagle", tokens=4)), ("fair", Speculation("eagle"))):
+    few, more = Speculation("eagle", tokens=3), Speculation("eagle", tokens=4)
+    for name, asked in (("good", None), ("good", more), ("fair", few)):
         llm = LLM(tmp_path / name, threads=1, check=True, speculative=asked)
         results = llm.generate(SCRIPT_PROMPTS, params)
         texts.append([choice.token_ids for result in results for choice in result.choices])
