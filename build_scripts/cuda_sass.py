@@ -89,7 +89,7 @@ def lint(targets: tuple[str, ...], jobs: int, results: Path | None, names: tuple
 
     There have to be the tensor-core instructions that the target has for the types that are multiplied, no accesses of
     local memory (spills), and registers for the blocks that are to fit on a multiprocessor. All kernels for all targets
-    take some 1,700 runs of the compiler, an hour of processor time. The exit status is 1 if there are problems.
+    take some 1,700 runs of the compiler. The exit status is 1 if there are problems.
     """
     sys.path[:0] = [str(TESTS), str(ROOT / "tests")]
     os.chdir(ROOT)
