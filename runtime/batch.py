@@ -127,10 +127,13 @@ class SamplingExecutor(Executor, Protocol):
     most_masks: int
     """In a step."""
 
-    def choose(self, batch: Batch, draws: Callable[[], Draws | None]) -> tuple[NDArray[np.float32], Chosen | None]:
+    def choose(
+        self, batch: Batch, draws: Callable[[], Draws | None], *, hidden: bool
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32], Chosen | None]:
         """Logits as of `step`, of which only rows are valid that are not wanted; and what was chosen for the others.
 
-        ``draws`` is called while the device computes the logits; None: they are all wanted.
+        First of all, if ``hidden``, rows as of `embed`. ``draws`` is called while the device computes the logits; None:
+        they are all wanted.
         """
         ...
 

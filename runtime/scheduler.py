@@ -329,15 +329,16 @@ class Scheduler:
         """Rows before the head, logits [N, vocabulary], as far as somebody needs them, and tokens instead of these."""
         batch = pack(chunks)
         pooled = [chunk.sequence.request.pool is not None for chunk in chunks if chunk.num_logits]
-        if not (any(pooled) or (pooled and self.speculator is not None and self.speculator.wants_hidden)):
-            exact = self.speculator is None or self.speculator.rule is Rule.EXACT
+        hidden = bool(pooled) and self.speculator is not None and self.speculator.wants_hidden
+        exact = self.speculator is None or self.speculator.rule is Rule.EXACT
+        if (device := self._device) is not None and not any(pooled):
+            most, sampler = (device.most_changes, device.most_masks), self._sampler
+            make = partial(draws_of, chunks, device.vocab_size, most, sampler, exact=exact)
+            return device.choose(batch, make, hidden=hidden)
+        if not (any(pooled) or hidden):
             if self._greedy is not None and any(wanted := greedy_rows(chunks, exact=exact)):
                 logits, tokens, scores = self._greedy.step_greedily(batch)
                 return None, logits, Chosen(wanted, tokens, scores)
-            if (device := self._device) is not None:
-                most, sampler = (device.most_changes, device.most_masks), self._sampler
-                make = partial(draws_of, chunks, device.vocab_size, most, sampler, exact=exact)
-                return None, *device.choose(batch, make)
             return None, self._executor.step(batch), None
         assert isinstance(self._executor, EmbeddingExecutor), "checked when the request came"
         return *self._executor.embed(batch, logits=not all(pooled)), None

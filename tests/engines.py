@@ -53,12 +53,12 @@ class Packed:
         self.done = dict.fromkeys(ids, 0)
         self.blocks = {name: np.arange(blocks, dtype=np.int32) * len(ids) + i for i, name in enumerate(ids)}
 
-    def step(self, rows: Rows) -> Iterator[tuple[str, NDArray[np.float32]]]:
-        """Logits [n, V] of each request's rows."""
+    def batch(self, rows: Rows) -> Batch:
+        """That of a step, with logits of all rows."""
         counts = [n for _, n in rows]
         tokens = [t for name, n in rows for t in self.ids[name][self.done[name] : self.done[name] + n]]
         positions = [p for name, n in rows for p in range(self.done[name], self.done[name] + n)]
-        batch = Batch(
+        return Batch(
             input_ids=np.array(tokens, np.int32),
             position_ids=np.array(positions, np.int32),
             logit_rows=np.arange(len(tokens), dtype=np.int32),
@@ -66,8 +66,11 @@ class Packed:
             num_computed=np.array([self.done[name] for name, _ in rows], np.int32),
             block_tables=np.stack([self.blocks[name] for name, _ in rows]),
         )
-        logits = self.executor.step(batch).copy()
-        for (name, n), part in zip(rows, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+
+    def step(self, rows: Rows) -> Iterator[tuple[str, NDArray[np.float32]]]:
+        """Logits [n, V] of each request's rows."""
+        logits = self.executor.step(self.batch(rows)).copy()
+        for (name, n), part in zip(rows, np.split(logits, np.cumsum([n for _, n in rows])[:-1]), strict=True):
             self.done[name] += n
             yield name, part
 

@@ -8,7 +8,7 @@ import engines
 import numpy as np
 import pytest
 from configs import CONFIGS
-from cuda_models import build_again, distance, gpu_for, nearest, packed_logits
+from cuda_models import FAR, check_on_cuda, distance
 from method_grid import check_kv_types, check_methods
 from packed import MIXED, expected_logits, random_ids
 
@@ -21,12 +21,11 @@ from llmc.runtime.engine import load_engine
 WHOLE = ((("a", 29),),)
 CHUNKED = ((("a", 7),), (("a", 16),), (("a", 5),), (("a", 1),))
 DECODE = ((("b", 17),), (("b", 1),), (("b", 1),), (("b", 2),))
-BOTH = ((("a", 29),), (("b", 21),))
 GREEDY = 32
-CUDA_TOKENS = 5
-CUDA_DISTANCE = 0.045
+CUDA_FARTHER = {"jetmoe": 0.15}
+"""Its queries are made by experts, too, which are no step of their own: rounding sends some rows to others."""
 CUDA_MARGIN = 0.1
-"""In standard deviations of logits: what they are off in the mean; what a token may be behind that of transformers."""
+"""In standard deviations of logits: what a token may be behind that of transformers."""
 
 
 @dataclass(frozen=True)
@@ -83,21 +82,13 @@ def test_every_type_of_kv_cache(built: Built) -> None:
 
 
 def test_on_cuda(built: Built, tmp_path: Path) -> None:
-    """The kernels on an emulator, behind the driver API of cuda.bindings: the same bits for any packing of rows."""
-    entry, model = CONFIGS[built.name], built.model
-    ids = random_ids(entry.make(), a=29, b=21)
-    expected = {key: expected_logits(model, x)[0].numpy() for key, x in ids.items()}
-    tokens = {key: x[0].tolist() for key, x in ids.items()}
-    engine, share = build_again(built.compiled, tmp_path / "engine"), nearest(built.compiled)
-    with gpu_for(engine):
-        alone = packed_logits(engine, tokens, BOTH)
-        mixed = packed_logits(engine, tokens, MIXED)
-        for key, logits in alone.items():
-            assert distance(logits, expected[key], share) < CUDA_DISTANCE
-            assert np.array_equal(mixed[key], logits[: len(mixed[key])])
-        params = SamplingParams(max_tokens=CUDA_TOKENS, temperature=0, ignore_eos=True)
-        llm = LLM(engine.path, num_blocks=16)
-        for result, prompt in zip(llm.generate(list(tokens.values()), params), tokens.values(), strict=True):
-            assert len(result.token_ids) == CUDA_TOKENS
-            assert engines.is_nearly_greedy(model, prompt, result.token_ids, CUDA_MARGIN / share**2)
-        llm.close()
+    """The kernels on an emulator, behind the driver API of cuda.bindings."""
+    ids = random_ids(CONFIGS[built.name].make(), a=29, b=21)
+    prompts = {key: x[0].tolist() for key, x in ids.items()}
+    cpu, far = load_engine(built.engine), CUDA_FARTHER.get(built.name, FAR)
+    found, answers = check_on_cuda(built.compiled, cpu, tmp_path / "engine", prompts, far)
+    if not any(step.op == "moe" for step in built.compiled.steps.steps):  # else rounding sends rows to other experts
+        for (key, prompt), answer in zip(prompts.items(), answers, strict=True):
+            logits = found[key][: len(prompt)]
+            assert distance(logits, expected_logits(built.model, ids[key])[0].numpy()) < FAR
+            assert engines.is_nearly_greedy(built.model, prompt, answer, CUDA_MARGIN)

@@ -68,6 +68,10 @@ def check_heads(config: BuildConfig) -> None:
         CheckpointError, UsageError: as `open_heads`.
     """
     if config.medusa is not None:
+        if config.medusa_cost == "measure" and config.target != "cpu":
+            raise UsageError(
+                f"--medusa-cost measure: steps of engines for {config.target} are not run here; use default"
+            )
         heads = count_heads(config.medusa, config.allow_hard_links)
         if config.locked is None:
             given_tree(config.medusa_tree, heads)
@@ -97,10 +101,7 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
         tree.check(where, UsageError)
         ids = _tokens(str(section.get("vocabulary", "all")), heads, vocabulary)
         return HeadsToBuild(heads, ids, tree, read_cost(section.get("cost"), where), section)
-    device, _, archs = target.partition(":")
-    if archs and config.medusa_cost == "measure":
-        raise UsageError(f"--medusa-cost measure: steps of engines for {target} are not run here; use default")
-    cost = None if config.medusa_cost == "measure" else COSTS[device]
+    cost = None if config.medusa_cost == "measure" else COSTS[target.partition(":")[0]]
     ids = _tokens(config.medusa_vocab, heads, vocabulary)
     return HeadsToBuild(heads, ids, given_tree(config.medusa_tree, len(heads.heads)), cost, None)
 

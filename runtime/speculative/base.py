@@ -142,7 +142,7 @@ class Setting:
     draws: bool = False
     """Whether drafts that are drawn at random are worth more than likely ones."""
     executor: Executor | None = None
-    """That of the engine, if it is one of a device: what drafts shares it."""
+    """That of the engine; what drafts shares its device."""
 
 
 class Proposer(ABC):

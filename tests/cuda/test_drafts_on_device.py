@@ -24,8 +24,8 @@ from llmc.runtime.devices.cuda.rows import rounded
 from llmc.runtime.speculative.medusa import HeadRunner, MedusaProposer
 from llmc.runtime.speculative.opening import Speculation
 
-CONTEXT = 32
-PROMPTS = [[3], [200] * 18, [382, 10]]
+CONTEXT = 24
+PROMPTS = [[3], [200] * 11]
 GREEDY: dict[str, Any] = {"temperature": 0}
 ENGINES = {
     "right": ("eagle3", True, {"quantization": "rtn:bits=8,group=32", "compute": "float32"}),
@@ -58,18 +58,20 @@ def test_tokens_are_those_without_drafts(
     engines: Callable[[str], Path], emulated: list[EmulatedDevice], name: str, drafts: str
 ) -> None:
     """Greedy and drawn ones, up to the end of the context."""
-    params = [SamplingParams(max_tokens=CONTEXT, ignore_eos=True, **more) for more in (GREEDY, {"seed": 5}, GREEDY)]
+    params = [SamplingParams(max_tokens=CONTEXT, ignore_eos=True, **more) for more in (GREEDY, {"seed": 5})]
     texts = []
     for asked in (None, Speculation(drafts, tokens=5)):
         llm = LLM(engines(name), check=True, speculative=asked)
+        waits = emulated[-1].waits
         texts.append([result.token_ids for result in llm.generate(PROMPTS, params)])
         assert [len(text) for text in texts[-1]] == [CONTEXT - len(prompt) for prompt in PROMPTS]
     assert texts[0] == texts[1]
     assert len(emulated) == 2, "the model and what drafts share a device"
     statistics = llm.scheduler.statistics
     assert statistics.failed_steps == 0
-    assert statistics.drafted > 20
-    assert statistics.accepted > 10
+    assert statistics.drafted > statistics.accepted > 7
+    if drafts == "medusa":  # one wait for a step, one for the heads
+        assert emulated[-1].waits - waits <= 2 * statistics.steps
     assert drafts == "eagle" or "move_positions" in emulated[-1].names  # past the wrong first branch
 
 
@@ -114,7 +116,7 @@ def test_rows_are_rounded_to_the_nearest() -> None:
 
 
 def test_steps_are_not_timed_on_another_machine(engines: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, target = engines("right").parent, {"target": "cuda:sm_90", "dtype": "bfloat16"}
-    config = BuildConfig(medusa=folder / "heads", medusa_cost="measure", **target)
+    folder = engines("right").parent
+    config = BuildConfig(medusa=folder / "heads", medusa_cost="measure", target="cuda:sm_90")
     with pytest.raises(UsageError, match="--medusa-cost measure: steps of engines for cuda:sm_90 are not run here"):
         build_engine(folder / "model", tmp_path / "engine", config)

@@ -103,13 +103,13 @@ class Text:
 
 def test_masks_and_bad_words(built: Built, emulated: list[EmulatedDevice]) -> None:
     """Ruled out on the device; a word that several tokens make is found by the host, and chosen anew for."""
-    settings: tuple[dict[str, Any], ...] = (*DEVICE, {"temperature": 0}, {"seed": 9, "top_k": 3})
+    settings: tuple[dict[str, Any], ...] = (*DEVICE[1:4], {"temperature": 0}, {"seed": 9, "top_k": 3})
 
     def run(llm: LLM, banned: Any) -> list[Any]:
         llm.scheduler._sampler._banned = banned
         requests = []
         for number, (values, prompt) in enumerate(zip(settings, prompts(len(settings)), strict=True)):
-            params, rule = SamplingParams(max_tokens=6, **values), None if number % 2 else Alternating()
+            params, rule = SamplingParams(max_tokens=4, **values), None if number % 2 else Alternating()
             requests.append(llm.request(llm.add_request(prompt, params, constraint=rule)))
             words = ("x",) if number % 3 else ()  # for which an engine without texts would not be asked
             requests[-1].params = dataclasses.replace(params, bad_words=words)

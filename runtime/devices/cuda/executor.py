@@ -47,11 +47,11 @@ CLOSE_SECONDS = 5.0
 
 
 class Prepared:
-    """What a bucket runs: launches of each step, and graphs of them all from one on."""
+    """What a bucket runs: launches of each step, and graphs of those from one to another."""
 
     def __init__(self, steps: list[list[Launch]]) -> None:
         self.steps = steps
-        self.graphs: dict[int, Any] = {}
+        self.graphs: dict[tuple[int, int], Any] = {}
 
     def between(self, begin: int, end: int) -> list[Launch]:
         """The launches of some steps."""
@@ -133,24 +133,33 @@ class CudaExecutor:
         with self._open():
             return np.concatenate(self._rows(*self._last, *self.plan.features), axis=1)
 
-    def choose(self, batch: Batch, draws: Callable[[], Draws | None]) -> tuple[NDArray[np.float32], Chosen | None]:
-        """Tokens for the rows that are wanted, and logits as of `step` for the others; one wait for both.
+    def choose(
+        self, batch: Batch, draws: Callable[[], Draws | None], *, hidden: bool
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32], Chosen | None]:
+        """Tokens for the rows that are wanted, logits as of `step` for the others, rows as of `embed` if asked for.
+
+        There is one wait for all of it.
 
         Raises:
-            KernelError: as step.
+            KernelError: as step; or the plan has no head.
         """
         with self._open():
-            bucket, count = self._compute(batch), len(batch.logit_rows)
+            bucket, count = self._send(batch), len(batch.logit_rows)
+            if hidden:
+                self._fetch_hidden(bucket, count)
+            self._launch(bucket, self._head or 0 if hidden else 0)
             try:
                 wanted = draws()  # the device computes meanwhile
             except BaseException:
                 self.device.sync()  # before the next step uses the same memory
                 raise
             if wanted is None:
-                return self._rows(bucket, count, self.plan.logits)[0], None
+                (rows,) = self._rows(bucket, count, self.plan.logits)
+                return self._hidden(bucket, count) if hidden else None, rows, None
             logits = tensor(self.plan.value(self.plan.logits), bucket, self._memory)
             found = self._sample(replace(logits, shape=(count, self.vocab_size)), wanted)
             (rows,) = self._rows(bucket, count, self.plan.logits, wanted=~wanted.wanted)
+            before = self._hidden(bucket, count) if hidden else None
             tokens, scores = np.split(found.copy(), 2)
 
         def again(row: int, token: int, number: float) -> tuple[int, float]:
@@ -161,7 +170,7 @@ class CudaExecutor:
                 self.device.sync()
                 return int(found[:4].view(np.int32)[0]), float(found[4:].view(np.float32)[0])
 
-        return rows, Chosen(wanted.wanted, tokens.view(np.int32), scores.view(np.float32), again)
+        return before, rows, Chosen(wanted.wanted, tokens.view(np.int32), scores.view(np.float32), again)
 
     def _sample(self, logits: Tensor, draws: Draws) -> NDArray[np.uint8]:
         """Tokens and then scores of rows of logits, after the next wait."""
@@ -180,19 +189,30 @@ class CudaExecutor:
         Raises:
             KernelError: as step; or the plan has no head.
         """
-        if self._head is None:
-            raise KernelError("the plan has no product that makes the logits, and so no embeddings")
         with self._open():
             bucket, count = self._send(batch), len(batch.logit_rows)
-            prepared = self._prepare(bucket)
-            self.device.run(prepared.between(0, self._head))
-            (found,) = self._rows(bucket, count, str(self.plan.steps[self._head].inputs[0]))
-            factors = self._head_factors  # a calibrated method has folded them into the norm
-            rows = found.copy() if factors is None else found * factors
-            if not logits:
-                return rows, None
-            self.device.run(prepared.between(self._head, len(prepared.steps)))
-            return rows, self._rows(bucket, count, self.plan.logits)[0]
+            self._fetch_hidden(bucket, count)
+            if logits:
+                self._launch(bucket, self._head or 0)
+            found = self._rows(bucket, count, *((self.plan.logits,) if logits else ()))
+            return self._hidden(bucket, count), found[0] if found else None
+
+    def _fetch_hidden(self, bucket: Bucket, count: int) -> None:
+        """Run the steps before the head, and have its input copied."""
+        if self._head is None:
+            raise KernelError("the plan has no product that makes the logits, and so no embeddings")
+        self._launch(bucket, 0, self._head)
+        self._results.fetch(*self._head_input(bucket), count, None)
+
+    def _hidden(self, bucket: Bucket, count: int) -> NDArray[np.float32]:
+        """What `_fetch_hidden` has brought, after a wait; a copy."""
+        found = self._results.rows(*self._head_input(bucket), count)
+        factors = self._head_factors  # a calibrated method has folded them into the norm
+        return found.copy() if factors is None else found * factors
+
+    def _head_input(self, bucket: Bucket) -> tuple[str, Tensor]:
+        name = str(self.plan.steps[self._head or 0].inputs[0])
+        return name, tensor(self.plan.value(name), bucket, self._memory)
 
     @functools.cached_property
     def _head_factors(self) -> NDArray[np.float32] | None:
@@ -231,15 +251,15 @@ class CudaExecutor:
         self._launch(bucket)
         return bucket
 
-    def _launch(self, bucket: Bucket, begin: int = 0) -> None:
-        """Run the steps from one on."""
-        prepared = self._prepare(bucket)
+    def _launch(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> None:
+        """Run some steps, by default all."""
+        prepared, part = self._prepare(bucket), (begin, len(self.plan.steps) if end is None else end)
         if not bucket.is_decode:
-            self.device.run(prepared.between(begin, len(prepared.steps)))
+            self.device.run(prepared.between(*part))
             return
-        if begin not in prepared.graphs:
-            prepared.graphs[begin] = self.device.capture(prepared.between(begin, len(prepared.steps)))
-        self.device.replay(prepared.graphs[begin])
+        if part not in prepared.graphs:
+            prepared.graphs[part] = self.device.capture(prepared.between(*part))
+        self.device.replay(prepared.graphs[part])
 
     def _send(self, batch: Batch) -> Bucket:
         """Check the batch and copy it to the device."""
