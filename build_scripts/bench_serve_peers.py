@@ -52,7 +52,9 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         words = [word.replace("{port}", str(port)) for word in shlex.split(self.command)]
-        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         end = time.monotonic() + START_SECONDS
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > end:
@@ -60,9 +62,9 @@ class Server:
             time.sleep(0.2)
 
     def signal(self, number: int) -> None:
-        """Send it, if the server is ours."""
+        """Send it to all processes of the server, if it is ours."""
         if self.process is not None:
-            os.kill(self.process.pid, number)
+            os.killpg(self.process.pid, number)
 
     def measure(self, load: list[str]) -> None:
         """One round."""
@@ -115,7 +117,7 @@ def main() -> None:
     finally:
         for server in servers:
             if server.process is not None:
-                server.process.kill()
+                server.signal(signal.SIGKILL)
                 server.process.wait()
     _compare(servers)
 
