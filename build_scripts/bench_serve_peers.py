@@ -41,11 +41,11 @@ class Server:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start it, and wait until it lists its models."""
+        """Start it, and wait until it answers."""
         if self.command.startswith(("http://", "https://")):
             self.url = self.command.rstrip("/")
             if not self._answers():
-                sys.exit(f"{self.name}: nothing answers at {self.url}/v1/models")
+                sys.exit(f"{self.name}: nothing answers at {self.url}/v1/completions")
             return
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -85,10 +85,15 @@ class Server:
         return found
 
     def _answers(self) -> bool:
+        """True once a model can be asked: some list theirs while they still load."""
         try:
             with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
-                return bool(json.load(answer)["data"])
-        except (OSError, ValueError, urllib.error.URLError):
+                model = json.load(answer)["data"][0]["id"]
+            body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
+            asked = urllib.request.Request(f"{self.url}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(asked, timeout=60):
+                return True
+        except (OSError, ValueError, LookupError, urllib.error.URLError):
             return False
 
 
