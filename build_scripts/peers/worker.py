@@ -1,6 +1,7 @@
 """What every worker process does: answer workloads, one line of JSON each, until its input ends."""
 
 import json
+import os
 import resource
 import sys
 import time
@@ -49,7 +50,9 @@ def measure(peer: Peer, workload: str, vocabulary: int) -> float:
 
 def serve(load: Callable[[], Peer]) -> None:
     """Read "WORKLOAD VOCABULARY" from standard input, write figures to standard output."""
+    figures = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # some peers print what they do
     peer = load()
     for line in sys.stdin:
         workload, vocabulary = line.split()
-        print(json.dumps(measure(peer, workload, int(vocabulary))), flush=True)
+        print(json.dumps(measure(peer, workload, int(vocabulary))), file=figures, flush=True)
