@@ -52,7 +52,7 @@ class Vllm:
 
 
 def quantize(source: Path, target: Path) -> None:
-    """Write a compressed-tensors checkpoint: int8 weights with a scale for each row, inputs quantized for each token."""
+    """Write a compressed-tensors checkpoint: int8 weights with a scale for each row, inputs for each token."""
     import torch
     from safetensors.torch import load_file, save_file
 
