@@ -290,7 +290,14 @@ void run_plan(Executor& executor, Request& in) {
   const BatchArrays batch(in, static_cast<std::int64_t>(rows.size()));
   const std::int64_t upto = in.number();
   const auto adapters = in.array<std::int32_t>();
-  executor.run(batch.batch, ids.data(), rows.data(), upto, adapters.empty() ? nullptr : adapters.data());
+  const auto* const chosen_adapters = adapters.empty() ? nullptr : adapters.data();
+  executor.run(batch.batch, ids.data(), rows.data(), upto, chosen_adapters, in.number());
+}
+
+void send_chosen(const Executor& executor, Answer& out) {
+  const auto& [tokens, largest] = executor.chosen();
+  out.bytes(tokens.data(), tokens.size() * sizeof tokens[0]);
+  out.bytes(largest.data(), largest.size() * sizeof largest[0]);
 }
 
 void send_view(const Executor& executor, std::int64_t value, Answer& out) {
@@ -330,6 +337,7 @@ void serve(Request& in, Answer& out) {
   if (command == "drop") runs.erase(number);
   out.text("");
   if (command == "view") send_view(executor, in.number(), out);
+  if (command == "chosen") send_chosen(executor, out);
 }
 
 }  // namespace

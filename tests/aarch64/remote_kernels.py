@@ -227,11 +227,17 @@ def install(server: Path) -> None:
             if hasattr(self, "number") and self.machine.process.poll() is None:
                 self.machine.ask(Request("drop", self.number))
 
-        def run(self, input_ids: Any, logit_rows: Any, batch: Batch, upto: int, adapters: Any = None) -> None:
+        def run(
+            self, input_ids: Any, logit_rows: Any, batch: Batch, upto: int, adapters: Any = None, choose_from: int = -1
+        ) -> None:
             request = Request("run", self.number, input_ids, logit_rows)
             batch.add_to(request)
-            request.add(upto, b"" if adapters is None else adapters)
+            request.add(upto, b"" if adapters is None else adapters, choose_from)
             self.machine.ask(request)
+
+        def chosen(self) -> tuple[list[int], list[float]]:
+            answer = self.machine.ask(Request("chosen", self.number))
+            return np.frombuffer(answer.bytes(), np.int32).tolist(), np.frombuffer(answer.bytes(), np.float32).tolist()
 
         def view(self, value: int) -> np.ndarray:
             answer = self.machine.ask(Request("view", self.number, value))
