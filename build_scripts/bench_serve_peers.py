@@ -12,6 +12,7 @@ processor time; one that is given by its address is not, and has to be idle then
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -120,7 +121,8 @@ def main() -> None:
     finally:
         for server in servers:
             if server.process is not None:
-                server.signal(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    server.signal(signal.SIGKILL)
                 server.process.wait()
     _compare(servers)
 

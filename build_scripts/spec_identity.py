@@ -28,8 +28,10 @@ class Results:
 
     def __init__(self, path: Path, asked: dict[str, Any]) -> None:
         self.asked, self._path = asked, path
-        lines = path.read_text().splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # not one that was cut off
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # it was cut off
+            path.write_text("".join(lines := lines[:-1]))
+        rows = [json.loads(line) for line in lines]
         self.rows = {self._key(row): row for row in rows if asked.items() <= row.items()}
 
     def add(self, row: dict[str, Any]) -> None:

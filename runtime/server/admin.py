@@ -41,12 +41,12 @@ async def reload(request: Request) -> Response:
     if models.draining:
         raise unavailable("the server is shutting down", "draining")
     if not await reload_all(models):
-        raise ApiError(500, "an engine can't be loaded, and the old one goes on; the log says why")
+        raise ApiError(500, "an engine can't be loaded; the log says why")
     return JsonResponse({"status": "reloaded"})
 
 
 async def reload_all(models: Models) -> bool:
-    """Load all engine directories anew; whether all could be. Where one can't be, the old one stays."""
+    """Load all engine directories anew; whether all could be; see `Models.load`."""
     good = True
     for model in models.all.values():
         try:

@@ -54,6 +54,8 @@ def test_a_row_for_each(
     results.write_text("\n".join([json.dumps(wrong), *others[:1], others[1][:9]]))  # the last one was cut off
     assert run(monkeypatch, *asked, script="spec_identity") == 1
     assert json.loads(capsys.readouterr().out)["different"] == [0]
+    assert run(monkeypatch, *asked, script="spec_identity") == 1
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
