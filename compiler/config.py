@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -95,7 +96,7 @@ class BuildConfig:
                 raise UsageError(f"{option} {value}: unknown; known: auto, {', '.join(known)}")
         if self.medusa_cost not in ("default", "measure"):
             raise UsageError(f"--medusa-cost {self.medusa_cost}: unknown; known: default, measure")
-        if self.medusa_vocab not in ("auto", "all") and not self.medusa_vocab.isdecimal():
+        if self.medusa_vocab not in ("auto", "all") and not re.fullmatch("[1-9][0-9]{0,8}", self.medusa_vocab):
             raise UsageError(f"--medusa-vocab {self.medusa_vocab}: expected auto, all or a number of tokens")
         of_heads = self.medusa_tree, self.medusa_cost, self.medusa_vocab
         if self.medusa is None and of_heads != ("auto", "default", "auto"):

@@ -135,11 +135,11 @@ class _Adapted:
             if not any(added):
                 continue
             found.add(module)
-            for low in added:
+            for adapter, low in zip(self.adapters, added, strict=True):
                 if low is not None and (low.b.shape[0], low.a.shape[1]) != (part.rows, width):
                     raise UsageError(
-                        f"lora: {module} adapts a weight [{low.b.shape[0]}, {low.a.shape[1]}], but that of the model "
-                        f"is [{part.rows}, {width}]"
+                        f"{adapter.path}: {module} adapts a weight [{low.b.shape[0]}, {low.a.shape[1]}], but that of "
+                        f"the model is [{part.rows}, {width}]; it was made for another model"
                     )
             scaled = [_scaled(low, linear, rows) for low in added]
             made.append(self._step(step, x, y, rows, scaled))

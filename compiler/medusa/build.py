@@ -99,7 +99,10 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
         where = f"--locked {config.locked}: medusa"
         tree = strict.load(HeadTree, section.get("tree"), where)
         tree.check(where, UsageError)
-        ids = _tokens(str(section.get("vocabulary", "all")), heads, vocabulary)
+        asked = section.get("vocabulary", "all")
+        if asked != "all" and type(asked) is not int:
+            raise UsageError(f"{where}: its vocabulary is damaged")
+        ids = _tokens(str(asked), heads, vocabulary)
         return HeadsToBuild(heads, ids, tree, read_cost(section.get("cost"), where), section)
     cost = None if config.medusa_cost == "measure" else COSTS[target.partition(":")[0]]
     ids = _tokens(config.medusa_vocab, heads, vocabulary)
@@ -110,7 +113,7 @@ def _tokens(asked: str, heads: Heads, vocabulary: int) -> NDArray[np.int32] | No
     """The most frequent ones, rising; None: all.
 
     Raises:
-        UsageError: nobody knows which are frequent.
+        UsageError: nobody knows which are frequent, or not of so many.
     """
     if asked == "all" or (asked == "auto" and heads.frequent is None):
         return None
@@ -122,6 +125,8 @@ def _tokens(asked: str, heads: Heads, vocabulary: int) -> NDArray[np.int32] | No
             f"--medusa-vocab {asked}: expected 1 or more, of heads that have a {TOKENS}, as `llmc medusa train` "
             "writes it; use all"
         )
+    if asked != "auto" and count > (most := len(heads.frequent)):
+        raise UsageError(f"--medusa-vocab {asked}: {TOKENS} of the heads has {most} tokens; ask for fewer, or all")
     return np.sort(heads.frequent[:count])
 
 

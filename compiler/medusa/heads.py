@@ -221,7 +221,10 @@ def _read_tokens(directory: ModelDirectory, vocabulary: int) -> NDArray[np.int32
         raise CheckpointError(f"{where}: expected one tensor, {TOKEN_IDS}, of int32")
     ids: NDArray[np.int32] = weights.read(tensor)
     if ids.ndim != 1 or not len(ids) or len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
-        raise CheckpointError(f"{where}: {TOKEN_IDS} are no different tokens of the model's {vocabulary}")
+        raise CheckpointError(
+            f"{where}: {TOKEN_IDS} are no different tokens of the model's {vocabulary}; use the file that was trained "
+            "for it, or none"
+        )
     return ids
 
 

@@ -53,7 +53,7 @@ def given_tree(text: str, heads: int) -> HeadTree | None:
         return None
     if text.startswith(CHAIN):
         count = text.removeprefix(CHAIN)
-        if not count.isdecimal() or not 1 <= int(count) <= heads:
+        if not count.isdecimal() or not 1 <= int(count[:9]) <= heads:
             raise UsageError(f"{where}: expected a number from 1 to {heads}, the number of heads")
         paths: Any = [[0] * depth for depth in range(1, int(count) + 1)]
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from numpy.typing import NDArray
 from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
-from llmc.compiler.medusa.build import open_heads
+from llmc.compiler.medusa.build import _tokens, open_heads
+from llmc.compiler.medusa.heads import read_heads
 from llmc.compiler.medusa.output_layer import output_layer
+from llmc.compiler.medusa.tree import given_tree
 from llmc.compiler.progress import Progress
+from llmc.compiler.quantize import locked as locked_recipe
 from llmc.compiler.summary import built, planned
 from llmc.errors import CheckpointError, CompileError, EngineError, UsageError
 from llmc.runtime.engine import load_engine
@@ -146,6 +150,12 @@ def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> 
     assert build_engine(model, tmp_path / "locked", locked).digest == first.digest
     with pytest.raises(UsageError, match="that engine has Medusa heads; give them with --medusa"):
         build_engine(model, tmp_path / "other", BuildConfig(locked=tmp_path / "first/recipe.json", max_seq_len=96))
+    recipe = json.loads((tmp_path / "first/recipe.json").read_text())
+    for damaged in ("37", 1.5, None):
+        (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"medusa": section | {"vocabulary": damaged}}))
+        with pytest.raises(UsageError, match=r"--locked .*recipe\.json: medusa: its vocabulary is damaged"):
+            open_heads(replace(locked, locked=tmp_path / "recipe.json"), compiled.steps, "cpu")
+        locked_recipe.read.cache_clear()
     write_heads(tmp_path / "heads", 2, False)
     with pytest.raises(CompileError, match=r"medusa/config\.json of the model has SHA-256"):
         build_engine(model, tmp_path / "other", locked)
@@ -167,8 +177,15 @@ def test_what_can_not_be_built_is_refused(model: Path, tmp_path: Path) -> None:
             )
     with pytest.raises(UsageError, match=r"--medusa-vocab 9: expected 1 or more, of heads that have a tokens\.safet"):
         build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "whole", medusa_vocab="9"))
-    with pytest.raises(UsageError, match="--medusa-vocab many: expected auto, all or a number"):
-        BuildConfig(medusa=tmp_path, medusa_vocab="many")
+    for asked in ("many", "0", "-1", "1.5", "9" * 5000):
+        with pytest.raises(UsageError, match=f"--medusa-vocab {asked}: expected auto, all or a number"):
+            BuildConfig(medusa=tmp_path, medusa_vocab=asked)
+    with pytest.raises(UsageError, match="expected a number from 1 to 3"):
+        given_tree("chain:" + "9" * 5000, 3)
+    (tmp_path / "whole/tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": TOKENS}))
+    heads = read_heads(tmp_path / "whole", HIDDEN, VOCABULARY)
+    with pytest.raises(UsageError, match=r"--medusa-vocab 51: tokens\.safetensors of the heads has 50 tokens; ask for"):
+        _tokens("51", heads, VOCABULARY)
     write(tmp_path / "heads", {"0.0.linear.weight": np.zeros((8, 8), np.float32)}, 1)
     with pytest.raises(CheckpointError, match=r"expected \[60, 60\]; these heads are of a model with another"):
         build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "heads"))

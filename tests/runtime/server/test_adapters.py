@@ -64,7 +64,7 @@ def test_an_adapter_that_does_not_fit_is_told_before_listening(served: Any, tmp_
     tensors = load_file(adapter / "adapter_model.safetensors")
     narrow = {name: tensor[:, :-1].copy() if "lora_A" in name else tensor for name, tensor in tensors.items()}
     save_file(narrow, adapter / "adapter_model.safetensors")
-    for folder, message in (("empty", "adapter_config.json"), ("other", "lm_head adapts a weight [")):
+    for folder, message in (("empty", "adapter_config.json"), ("other", "/other: lm_head adapts a weight [")):
         arguments = ["serve", str(served.engine), "--port", "0", "--lora", f"other={tmp_path / folder}"]
         failed = CliRunner().invoke(cli, arguments).exception
         assert isinstance(failed, EngineError) and failed.exit_code == 4
