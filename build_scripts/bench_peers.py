@@ -186,12 +186,17 @@ def option(name: str, known: Any, default: str) -> Any:
 
 
 @click.command()
-@click.option("--work", type=click.Path(path_type=Path), required=True, help="Folder for models and environments.")
+@click.option(
+    "--work",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    help="Folder for models and environments.",
+)
 @option("--models", MODELS, "smol135m,qwen05b")
 @option("--formats", kinds.LLMC.formats, "int4,int8,bf16")
 @option("--peers", MOST_PEERS, ",".join(MOST_PEERS))
 @option("--workloads", WORKLOADS, ",".join(WORKLOADS))
-@click.option("--threads", default=2, show_default=True)
+@click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write all figures to this file.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Also write a bar chart, .svg or .png.")

@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -96,16 +97,39 @@ class Server:
             return False
 
 
+def _server(text: str) -> Server:
+    """Of NAME=COMMAND or NAME=ADDRESS."""
+    name, _, command = text.partition("=")
+    try:
+        words = shlex.split(command)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text}: {problem}") from None
+    if not name or not words:
+        raise argparse.ArgumentTypeError(f"{text}: expected NAME=COMMAND, or NAME=http://HOST:PORT")
+    if not command.startswith(("http://", "https://")):
+        if "{port}" not in command:
+            raise argparse.ArgumentTypeError(f"{text}: the command has no {{port}}")
+        if shutil.which(words[0]) is None:
+            raise argparse.ArgumentTypeError(f"{text}: there is no command {words[0]}")
+    return Server(name, command)
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or not int(text[:9]) >= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return int(text[:9])
+
+
 def main() -> None:
     """Run the rounds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("servers", nargs="+", metavar="NAME=COMMAND", type=_server)
+    parser.add_argument("--rounds", type=_rounds, default=3)
     own, load = sys.argv[1:], LOAD
     if "--" in own:
         own, load = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
-    servers = [Server(*text.split("=", 1)) for text in options.servers]
+    servers: list[Server] = options.servers
     try:
         for server in servers:
             server.start()

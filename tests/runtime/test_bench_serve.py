@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -121,3 +123,20 @@ def test_times_count_from_when_a_request_was_due() -> None:
 
 def test_there_is_a_server() -> None:
     assert isinstance(bench("--url", "http://127.0.0.1:1").exception, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "nonsense: expected NAME=COMMAND, or NAME=http://HOST:PORT"),
+        (['a="serve {port}'], "No closing quotation"),
+        (["a=serve it"], "the command has no {port}"),
+        (["a=/no/such/server {port}"], "there is no command /no/such/server"),
+        (["a=http://127.0.0.1:1", "--rounds", "0"], "argument --rounds: 0: expected 1 or more"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_the_comparison_of_servers_refuses(arguments: list[str], message: str) -> None:
+    script = Path(__file__).parents[2] / "build_scripts/bench_serve_peers.py"
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
