@@ -52,7 +52,7 @@ def main() -> None:
         recipe.write_text(RECIPE)
         FOLDER.mkdir(parents=True)
         build_engine(Path(temporary) / "model", FOLDER / "engine", BuildConfig(recipe=recipe, kv_dtype="int8"))
-    results = LLM(FOLDER / "engine").generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
+    results = LLM(FOLDER / "engine", isa="scalar").generate(PROMPTS, SamplingParams(max_tokens=16, ignore_eos=True))
     found = {"prompts": PROMPTS, "tokens": [result.token_ids for result in results]}
     (FOLDER / "generated.json").write_text(json.dumps(found) + "\n")
     print(sum(file.stat().st_size for file in FOLDER.rglob("*") if file.is_file()), "bytes")

@@ -17,7 +17,7 @@ ENGINES = sorted(GOLDEN.iterdir())
 @pytest.mark.parametrize("folder", ENGINES, ids=lambda folder: folder.name)
 def test_a_golden_engine_generates_what_it_did(folder: Path) -> None:
     expected = json.loads((folder / "generated.json").read_text())
-    llm = LLM(folder / "engine")
+    llm = LLM(folder / "engine", isa="scalar")  # the others may round otherwise in a later release
     results = llm.generate(expected["prompts"], SamplingParams(max_tokens=16, ignore_eos=True))
     assert [list(result.token_ids) for result in results] == expected["tokens"]
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < (100 << 10)

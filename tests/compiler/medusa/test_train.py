@@ -83,7 +83,8 @@ def test_heads_learn(trained: tuple[Path, Any, Path]) -> None:
     folder, result, _ = trained
     assert result.loss < 5  # ln 384 * (1 + 0.8) = 10.7 at the start
     assert all(head["top5"] >= head["top1"] for head in result.accuracy)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    files = sorted(path.name for path in folder.iterdir())
+    assert files == ["config.json", "medusa_lm_head.safetensors", "tokens.safetensors"]
 
 
 def test_the_same_again_after_a_kill(

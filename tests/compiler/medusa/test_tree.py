@@ -30,7 +30,7 @@ def test_the_best_nodes_come_first_and_count_together() -> None:
     assert choice.tokens_per_step == choice.speedup == pytest.approx(1 + 0.85 + 0.5)
     assert choice.tree.accuracy[0][:4] == (0.6, 0.2, 0.05, 0)
     choice.tree.check("here")
-    assert shown(choice.tree) == "5 nodes, 3, 2 at depth 1 to 2; 2 heads"
+    assert shown(choice.tree, 99) == "5 nodes, 3, 2 at depth 1 to 2; 2 heads of 99 tokens"
 
 
 def test_rows_that_cost_much_make_it_small() -> None:

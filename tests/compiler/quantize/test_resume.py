@@ -53,17 +53,17 @@ def same(a: Path, b: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("method", "goal"),
+    ("method", "goal", "kills"),
     [
-        ("gptq:group=32", ()),
-        ("awq:group=32", ()),
-        ("rtn", ()),
-        ("rtn:group=64", ("--budget", "6bpw")),
-        ("awq:group=64", ("--max-ppl-increase", "10%")),
+        ("gptq:group=32", (), 5),
+        ("awq:group=32", (), 5),
+        ("rtn", (), 10),
+        ("rtn:group=64", ("--budget", "6bpw"), 5),
+        ("awq:group=64", ("--max-ppl-increase", "10%"), 5),
     ],
 )
 def test_killed_builds_end_with_the_same_bytes(
-    builder: Builder, tmp_path: Path, method: str, goal: tuple[str, ...]
+    builder: Builder, tmp_path: Path, method: str, goal: tuple[str, ...], kills: int
 ) -> None:
     """Killed at moments from the first step of quantization to the last of all."""
     calib = token_file(tmp_path / "calib.jsonl", 16, 64, vocabulary=48)
@@ -74,9 +74,9 @@ def test_killed_builds_end_with_the_same_bytes(
     steps = whole.printed().count("\n")
     chance = random.Random(7)
     ended = False
-    for number in range(5):
+    for number in range(kills):
         run = builder.start(tmp_path / "e", *options)
-        step = 4 + number * (steps - 4) // 4
+        step = 4 + number * (steps - 4) // (kills - 1)
         ended = run.signal(signal.SIGKILL, step, chance.uniform(0, 0.03)) == 0
         assert set(os.listdir(tmp_path)) <= {"whole", "calib.jsonl", "e", *LEFT}
         if ended:

@@ -67,5 +67,5 @@ def test_packed_experts_say_how_wide_they_are(gated: bool, rows: int, inner: int
     given = {"function": "silu", "gated": gated, "interleaved": False, "alpha": 1.0, "limit": 0.0}
     y = view("y", (5, hidden))
     step = LoweredStep("moe", (*routed, *packed, None, None), (y,), given)
-    (made,) = cuda_form(LoweredGraph([step], y, weights, {}), "bfloat16", 90).steps
+    (made,) = cuda_form(LoweredGraph([step], y, weights, {}), "bfloat16", 90, {}).steps
     assert made.attributes == {**given, "inner": inner}
