@@ -138,8 +138,9 @@ def test_requests_made_from_the_description(live: Any) -> None:
         )
         @given(case=operation.as_strategy())
         def run(case: Any) -> None:
-            if isinstance(case.body, dict):  # what it asks for may be long; that is not what is looked at
+            if isinstance(case.body, dict):  # what it asks for may be long, or its time too short (504): not looked at
                 case.body |= {"max_tokens": 1} if "max_tokens" in case.body else {}
+                case.body.pop("timeout", None)
             case.call_and_validate(checks=checks)
 
         run()
