@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.compiler import weights
-from llmc.compiler.weights import Sized, WeightSource, numpy_dtype
+from llmc.compiler.weights import Elementwise, Sized, WeightSource, numpy_dtype
 from llmc.quantization.base import Quantized, Scheme
 
 MAX_GROUP = 256
@@ -202,15 +202,8 @@ def describe(source: QuantizedSource) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Plain(Sized):
+class Plain(Elementwise):
     """A quantized weight as its dequantized numbers only."""
-
-    source: WeightSource
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the source."""
-        return self.source.shape
 
     @property
     def dtype(self) -> str:
