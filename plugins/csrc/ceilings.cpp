@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -41,22 +43,27 @@ double fastest(WorkerPool& pool, F&& body) {
 
 #if defined(__x86_64__)
 
+// Only a sum of the sums is kept: the address of what is loaded could be theirs, so they would stay in memory.
 __attribute__((target("avx512f"))) void read_avx512(const std::byte* data, std::size_t bytes) {
   __m512i sums[8] = {};
   for (std::size_t i = 0; i + 512 <= bytes; i += 512) {
+#pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) sums[j] = _mm512_add_epi64(sums[j], _mm512_load_si512(data + i + 64 * j));
   }
-  keep(sums);
+  for (int j = 1; j < 8; ++j) sums[0] = _mm512_add_epi64(sums[0], sums[j]);
+  keep(__m512i{sums[0]});
 }
 
 __attribute__((target("avx2"))) void read_avx2(const std::byte* data, std::size_t bytes) {
   __m256i sums[8] = {};
   for (std::size_t i = 0; i + 256 <= bytes; i += 256) {
+#pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       sums[j] = _mm256_add_epi64(sums[j], _mm256_load_si256(reinterpret_cast<const __m256i*>(data + i + 32 * j)));
     }
   }
-  keep(sums);
+  for (int j = 1; j < 8; ++j) sums[0] = _mm256_add_epi64(sums[0], sums[j]);
+  keep(__m256i{sums[0]});
 }
 
 // 20 sums: more than latency times throughput of any processor, and they fit the registers of AVX-512.
@@ -93,13 +100,17 @@ __attribute__((target("avx512f,avx512bf16"))) void dot_bf16(std::int64_t loops) 
   keep(sums);
 }
 
+// Ints, not __m512i: GCC copies sums that change between the two types, and keeps the copies in memory.
+typedef std::int32_t ints __attribute__((vector_size(64)));
+
 __attribute__((target("avx512f,avx512vnni"))) void dot_int8(std::int64_t loops) {
-  __m512i sums[20];
-  for (int j = 0; j < 20; ++j) sums[j] = _mm512_set1_epi32(j);  // equal ones would be computed once
+  ints sums[20];
+#pragma GCC unroll 20
+  for (int j = 0; j < 20; ++j) sums[j] = (ints)_mm512_set1_epi32(j);  // equal ones would be computed once
   const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(5);
   for (std::int64_t i = 0; i < loops; ++i) {
 #pragma GCC unroll 20
-    for (int j = 0; j < 20; ++j) sums[j] = _mm512_dpbusd_epi32(sums[j], a, b);
+    for (int j = 0; j < 20; ++j) sums[j] = (ints)_mm512_dpbusd_epi32((__m512i)sums[j], a, b);
   }
   keep(sums);
 }
@@ -149,13 +160,25 @@ void read_plain(const std::byte* data, std::size_t bytes) {
   keep(sums);
 }
 
+// Four floats are a register of every processor.
+typedef float floats __attribute__((vector_size(16)));
+
 void fma_plain(std::int64_t loops) {
-  float sums[64];
-  for (int j = 0; j < 64; ++j) sums[j] = static_cast<float>(j);
+  floats sums[12];
+#pragma GCC unroll 12
+  for (int j = 0; j < 12; ++j) sums[j] = floats{} + static_cast<float>(j);
+  const floats a = floats{} + 0.5f, b = floats{} + 0.25f;
   for (std::int64_t i = 0; i < loops; ++i) {
-    for (float& sum : sums) sum = sum * 0.5f + 0.25f;
-    keep(sums);
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) {
+#if defined(__aarch64__)
+      sums[j] = (floats)vfmaq_f32((float32x4_t)b, (float32x4_t)sums[j], (float32x4_t)a);
+#else
+      sums[j] = sums[j] * a + b;
+#endif
+    }
   }
+  keep(sums);
 }
 
 bool has(const std::string& level) {
@@ -172,7 +195,7 @@ std::map<std::string, double> measure_ceilings(WorkerPool& pool, std::size_t byt
   Pages pages(part * threads);
   auto* read = &read_plain;
   auto* fma = &fma_plain;
-  double fma_operations = 2 * 64;
+  double fma_operations = 2 * 4 * 12;
 #if defined(__x86_64__)
   if (has("avx512")) {
     read = &read_avx512, fma = &fma_avx512, fma_operations = 2 * 16 * 20;
