@@ -92,6 +92,7 @@ def build(
     """  # noqa: D301 - click's mark for lines that it must not wrap
     from llmc.compiler.api import build_engine, compile_model, open_checkpoint
     from llmc.compiler.config import BuildConfig
+    from llmc.compiler.cuda.sizes import with_drafts
     from llmc.compiler.medusa.build import open_heads
     from llmc.compiler.progress import progress_for
     from llmc.compiler.summary import built, planned
@@ -106,7 +107,8 @@ def build(
             if quality is not None:
                 quality.read()  # refuses what the build would refuse
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
-            result = planned(compiled, open_heads(config, compiled.steps, compiled.target.name))  # refuses the same
+            heads = open_heads(config, compiled.steps, compiled.target.name)  # refuses the same
+            result = planned(with_drafts(compiled, heads, config), heads)
         else:
             try:
                 result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))

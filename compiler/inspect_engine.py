@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from llmc.compiler.cuda.sizes import memory_facts
@@ -14,6 +14,8 @@ from llmc.runtime.devices.cuda import memory, targets
 from llmc.runtime.engine import Engine
 from llmc.runtime.fusing import fuse_gates
 from llmc.runtime.plan import Step
+from llmc.runtime.speculative.eagle import EagleProposer
+from llmc.runtime.speculative.medusa import MedusaProposer
 
 UNVERIFIED = "no: kernels for CUDA have run on an emulator only"
 
@@ -60,7 +62,13 @@ def describe(engine: Engine) -> dict[str, Any]:
 def _device(engine: Engine) -> dict[str, Any]:
     """Memory of a device, for the first architecture."""
     arch = targets.architectures(engine.manifest.target)[0]
-    return memory_facts(memory.plan_of(engine, arch), fuse_gates(engine.plan), engine.kv_cache, engine.limits, arch)
+    drafts = {
+        kind.name: replace(memory.plan_of(kind.beside(engine, None), arch, engine), kernels=0)  # they are the model's
+        for kind, part in ((MedusaProposer, engine.heads), (EagleProposer, engine.eagle))
+        if part is not None
+    }
+    sizes = engine.kv_cache, engine.limits, arch, drafts
+    return memory_facts(memory.plan_of(engine, arch), fuse_gates(engine.plan), *sizes)
 
 
 def _is_centred(step: Step) -> bool:

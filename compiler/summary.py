@@ -61,7 +61,7 @@ LABELS = {
 
 
 def planned(compiled: Compiled, heads: HeadsToBuild | None = None) -> dict[str, Any]:
-    """What a dry run tells."""
+    """What a dry run tells. ``compiled``: for a device, as `cuda.sizes.with_drafts` has it."""
     from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
@@ -155,6 +155,13 @@ def _device_lines(found: Mapping[str, Any]) -> Iterator[str]:
             f"{format_bytes(size['inputs'])}"
         )
     yield f"KV cache: {format_bytes(found['kv_bytes_per_token'])} a token"
+    for name, its in found["drafts"].items():
+        more = f", KV cache {format_bytes(its['block'] // its['block_size'])} a token" if its["block"] else ""
+        yield (
+            f"--spec {name} besides: weights {format_bytes(its['weights'])}, activations "
+            f"{format_bytes(its['activations'])}, inputs {format_bytes(its['step'])}, scratch "
+            f"{format_bytes(its['scratch'])}, graphs about {format_bytes(its['graphs'])}{more}"
+        )
     for room in found["fits"]:
         yield (
             f"{room['gigabytes']} GB, of which {room['share']:.0%} are taken: {room['tokens']} tokens of KV cache, "

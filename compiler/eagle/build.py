@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
     from llmc.compiler.config import BuildConfig
     from llmc.compiler.weights import WeightSource
+    from llmc.quantization.base import Method
+    from llmc.runtime.lora import Linears
 
 EMBEDDING = "embed_tokens.weight"
 TITLES = {EAGLE_1: "EAGLE-1", EAGLE_3: "EAGLE-3"}
@@ -112,24 +114,7 @@ def add_eagle(
     """
     progress.step("adding the EAGLE layer")
     eagle = wanted.eagle
-    weight = output_step(compiled.steps).inputs[1]
-    assert weight is not None, "a product has a weight"
-    linear = contents.linears.weights.get(weight.buffer.name)
-    recipe = config.quantization_recipe
-    method = None if recipe is None else recipe.method
-    shares = EMBEDDING not in eagle.tensors or _is_the_models(eagle.tensors[EMBEDDING], compiled)
-    graph = lower_eagle(
-        eagle,
-        compiled.steps,
-        () if linear is None else linear.columns,
-        shares,
-        compiled.dtype,
-        method,
-        config.compute,
-        compiled.limits.max_seq_len,
-    )
-    ids = () if eagle.token_ids is None else (PackedWeight(TOKEN_IDS, Array(eagle.token_ids)),)
-    part = DraftPart("eagle", (PLAN, WEIGHTS), graph, compiled.limits, compiled.dtype, ids)
+    part, method, shares = eagle_part(wanted, compiled, config, contents.linears)
     _, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     staging.write(SPEC, to_json(strict.dump(EagleSpec(eagle.kind, compiled.dtype))))
     title, layers = TITLES[eagle.kind], list(wanted.layers)
@@ -152,6 +137,37 @@ def add_eagle(
     staging.write("recipe.json", to_json(contents.recipe))
     write_manifest(staging, contents)
     return contents
+
+
+def eagle_part(
+    wanted: EagleToBuild, compiled: Compiled, config: BuildConfig, linears: Linears | None = None
+) -> tuple[DraftPart, Method | None, bool]:
+    """The layer as a plan of its own, how its weights are quantized, and whether it has the model's embeddings.
+
+    ``linears``: as of `medusa.build.heads_part`.
+
+    Raises:
+        CompileError, CheckpointError: the layer can't be lowered.
+    """
+    eagle = wanted.eagle
+    weight = output_step(compiled.steps).inputs[1]
+    assert weight is not None, "a product has a weight"
+    linear = None if linears is None else linears.weights.get(weight.buffer.name)
+    recipe = config.quantization_recipe
+    method = None if recipe is None else recipe.method
+    shares = EMBEDDING not in eagle.tensors or _is_the_models(eagle.tensors[EMBEDDING], compiled)
+    graph = lower_eagle(
+        eagle,
+        compiled.steps,
+        () if linear is None else linear.columns,
+        shares,
+        compiled.dtype,
+        method,
+        config.compute,
+        compiled.limits.max_seq_len,
+    )
+    ids = () if eagle.token_ids is None else (PackedWeight(TOKEN_IDS, Array(eagle.token_ids)),)
+    return DraftPart("eagle", (PLAN, WEIGHTS), graph, compiled.limits, compiled.dtype, ids), method, shares
 
 
 def _is_the_models(table: WeightSource, compiled: Compiled) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from llmc.compiler.api import Compiled
     from llmc.compiler.config import BuildConfig
     from llmc.quantization.base import Method
+    from llmc.runtime.lora import Linears
 
 TEXTS, PROMPT, ANSWER = 16, 64, 128
 """What acceptance is measured on: so many windows of the calibration begin so, and are continued greedily."""
@@ -146,10 +147,7 @@ def add_heads(
         UsageError: there is no text to choose a tree on.
     """
     progress.step("adding Medusa heads")
-    graph, method = _lowered(wanted, contents, compiled, config)
-    few = replace(compiled.limits, max_batch_tokens=compiled.limits.max_sequences)
-    more = () if wanted.ids is None else (ArrayTensor(TOKEN_IDS, wanted.ids),)
-    part = DraftPart("medusa", (PLAN, WEIGHTS), graph, few, compiled.kv_dtype, more)
+    part, method = heads_part(wanted, compiled, config, contents.linears)
     lowered, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     first = wanted.tree or HeadTree(len(wanted.heads.heads), ((0,),))
     staging.write(TREE, to_json(strict.dump(first)))
@@ -179,18 +177,24 @@ def add_heads(
     return contents
 
 
-def _lowered(
-    wanted: HeadsToBuild, contents: EngineContents, compiled: Compiled, config: BuildConfig
-) -> tuple[LoweredGraph, Method | None]:
-    """The steps, and how the weights that only the heads have are quantized."""
+def heads_part(
+    wanted: HeadsToBuild, compiled: Compiled, config: BuildConfig, linears: Linears | None = None
+) -> tuple[DraftPart, Method | None]:
+    """The heads as a plan of their own, and how the weights that only they have are quantized.
+
+    ``linears``: of the engine; without them nothing is known of factors, which change no size but that of their vector.
+    """
     weight = output_step(compiled.steps).inputs[1]
     assert weight is not None, "a product has a weight"
-    linear = contents.linears.weights.get(weight.buffer.name)
+    linear = None if linears is None else linears.weights.get(weight.buffer.name)
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
     factors: Sequence[float] = () if linear is None else linear.columns
     steps, dtype = compiled.steps, compiled.dtype
-    return lower_heads(wanted.heads, steps, factors, dtype, method, config.compute, wanted.ids), method
+    graph = lower_heads(wanted.heads, steps, factors, dtype, method, config.compute, wanted.ids)
+    few = replace(compiled.limits, max_batch_tokens=compiled.limits.max_sequences)
+    more = () if wanted.ids is None else (ArrayTensor(TOKEN_IDS, wanted.ids),)
+    return DraftPart("medusa", (PLAN, WEIGHTS), graph, few, compiled.kv_dtype, more), method
 
 
 def _chosen(

@@ -14,6 +14,7 @@ from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
 from llmc.compiler.lowering.values import Buffer, View, contiguous
 from llmc.compiler.medusa.heads import Heads
+from llmc.compiler.quantize.coverage import Predicted
 from llmc.compiler.quantize.decisions import MIN_NUMBERS, compute_of, method_text, x_group_of
 from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
 from llmc.compiler.quantize.sites import stored_view, weight_view
@@ -149,6 +150,8 @@ def _picked(tensor: Tensor, ids: NDArray[np.int32], name: str) -> Tensor:
     if isinstance(tensor, PackedWeight):
         return PackedWeight(name, Picked(tensor.source, ids), tensor.panels)
     panels = len(tensor.shape) > 1
+    if isinstance(tensor, Predicted):
+        return tensor.part(name, -(-len(ids) // packing.PANEL) if panels else len(ids))
     dtype, parts = weights.numpy_dtype(tensor.dtype), []
     size, begin = packing.PANEL if panels else 1, 0
     for chunk in tensor.chunks():

@@ -53,6 +53,10 @@ class Predicted:
         """There are none."""
         raise AssertionError(f"{self.name} has not been quantized")
 
+    def part(self, name: str, count: int) -> Predicted:
+        """One of so many along the first dimension."""
+        return Predicted(name, self.dtype, (count, *self.shape[1:]), self.nbytes * count // self.shape[0])
+
 
 def predicted_sizes(site: Site, method: Method) -> dict[str, int]:
     """The bytes of the tensors of a quantized weight, by suffix, as its method implies; scales as float16."""

@@ -1,6 +1,7 @@
 """Small models as engines for CUDA, which run through the driver API of cuda.bindings on the stand-in driver."""
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,11 @@ def build_again(compiled: Compiled, engine: Path, **options: Any) -> Engine:
 
 
 @contextlib.contextmanager
-def gpu_for(engine: Engine) -> Iterator[None]:
+def gpu_for(engine: Engine) -> Iterator[ctypes.CDLL]:
     """The stand-in driver with the engine's kernels."""
     kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90).values()
-    with fake_gpu(kernels, mode="plain"):
-        yield
+    with fake_gpu(kernels, mode="plain") as gpu:
+        yield gpu
 
 
 @contextlib.contextmanager

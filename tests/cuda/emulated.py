@@ -78,5 +78,8 @@ class EmulatedDevice:
         self.replays += 1
         self.run(graph)
 
+    def drop(self, graph: list[Launch]) -> None:
+        """It has nothing of the device."""
+
     def sync(self) -> None:
         self.waits += 1

@@ -1,5 +1,6 @@
 """Medusa heads and EAGLE layers of engines for CUDA: they run on the device, and change no token."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from cuda_models import distance
 from driver import counts, fake_gpu, held
 from eagle_layers import good_layer, write_layer
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file
 from script_models import next_tokens, script_rows, write_script_model
 
 from llmc import LLM, SamplingParams
+from llmc.__main__ import cli
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.errors import UsageError
@@ -32,6 +35,9 @@ ENGINES = {
     "tied": ("eagle", False, {"kv_dtype": "int8", "medusa_vocab": "70"}),
 }
 """The kind of layer, whether the heads are right, and how the engine is built."""
+
+OPTIONS = {"quantization": "quant", "kv_dtype": "kv-dtype", "medusa_vocab": "medusa-vocab"}
+"""Of the command line."""
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +85,31 @@ def test_memory_of_heads_and_layers_is_planned(engines: Callable[[str], Path]) -
     with fake_gpu([], memory=32 << 20) as gpu:
         taken = {}
         for drafts in (None, "medusa", "eagle"):
-            llm = LLM(engines("right"), speculative=drafts, gpu_memory="6MiB")
+            llm = LLM(engines("right"), speculative=drafts, gpu_memory="16MiB")
             taken[drafts] = counts(gpu)["bytes"]
-            assert taken[drafts] <= budget("6MiB", 32 << 20)
+            assert taken[drafts] <= budget("16MiB", 32 << 20)
             assert counts(gpu)["contexts"] == 1
             llm.close()
             assert not held(gpu)
         assert taken[None] < min(taken["medusa"], taken["eagle"])
+
+
+def test_a_dry_run_and_inspect_tell_the_memory_of_what_drafts(engines: Callable[[str], Path]) -> None:
+    """Both tell the same, and what is told is what a load plans with."""
+    for name, (kind, _, options) in ENGINES.items():
+        folder = engines(name).parent
+        parts = ["--medusa", folder / "heads", "--medusa-tree", folder / "tree.json", "--eagle", folder / "layer"]
+        sizes = ["--max-seq-len", CONTEXT, "--max-batch-tokens", 64, "--max-sequences", 6, "--dtype", "bfloat16"]
+        more = [text for key, value in options.items() for text in (f"--{OPTIONS.get(key, key)}", value)]
+        given = ["build", folder / "model", "--target", "cuda:sm_90", "--dry-run", "--quiet", *parts, *sizes, *more]
+        text = CliRunner().invoke(cli, list(map(str, given))).stdout
+        assert "--spec medusa besides: weights " in text and "--spec eagle besides: weights " in text
+        dry = json.loads(CliRunner().invoke(cli, [*map(str, given), "--json"]).stdout)["device_memory"]["drafts"]
+        shown = json.loads(CliRunner().invoke(cli, ["inspect", str(engines(name)), "--json"]).stdout)
+        report = json.loads((engines(name) / "report.json").read_text())
+        assert dry == shown["device_memory"]["drafts"] == report["device_memory"]["drafts"], kind
+        assert dry["medusa"]["block"] == 0 < dry["eagle"]["block"]
+        assert min(dry["medusa"]["graphs"], dry["eagle"]["graphs"]) > 0
 
 
 def test_heads_compute_what_they_are(engines: Callable[[str], Path], emulated: list[EmulatedDevice]) -> None:

@@ -26,13 +26,13 @@ def executor_of(llm: LLM) -> CudaExecutor:
 
 
 def test_all_that_is_planned_is_taken_and_given_back(built: Built) -> None:
-    with fake_gpu([], memory=8 * MIB) as gpu:
-        for share in ("57%", 0.6, "5MiB"):  # as a server does that reloads
+    with fake_gpu([], memory=16 * MIB) as gpu:
+        for share in ("43%", 0.44, "7MiB"):  # as a server does that reloads
             llm = LLM(built.engine.path, gpu_memory=share)
             plan, found = executor_of(llm).memory, counts(gpu)
             exact = plan.weights + plan.activations + plan.step + plan.scratch + plan.pool
             assert exact - 4096 < found["bytes"] <= exact  # what is not aligned at the end
-            limit = memory.budget(share, 8 * MIB)
+            limit = memory.budget(share, 16 * MIB)
             assert limit - plan.block < plan.fixed + plan.pool <= limit or plan.blocks == 8 * 32
             assert (found["streams"], found["contexts"]) == (1, 1)
             llm.close()

@@ -65,6 +65,10 @@ class Device(Protocol):
         """Run the launches of a graph."""
         ...
 
+    def drop(self, graph: Any) -> None:
+        """Give back a graph, which may be running still."""
+        ...
+
     def sync(self) -> None:
         """Wait until all is done."""
         ...

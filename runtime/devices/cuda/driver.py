@@ -184,6 +184,11 @@ class CudaDevice:
         """Run a graph."""
         self._call("cuGraphLaunch", graph, self._stream)
 
+    def drop(self, graph: Any) -> None:
+        """Destroy a graph; the driver waits with that until it has run."""
+        self._owned.graphs.remove(graph)
+        self._call("cuGraphExecDestroy", graph)
+
     def sync(self) -> None:
         """Wait for the stream.
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,8 @@ from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.device import Device
 from llmc.runtime.devices.cuda.draws import MOST_CHANGES, draws_bytes, place, without
 from llmc.runtime.devices.cuda.draws import launches as sampling
-from llmc.runtime.devices.cuda.memory import own_weights, plan_of
+from llmc.runtime.devices.cuda.graphs import Graphs
+from llmc.runtime.devices.cuda.memory import LAUNCH_BYTES, own_weights, plan_of
 from llmc.runtime.devices.cuda.moves import Moves
 from llmc.runtime.devices.cuda.program import (
     WORD_ROWS,
@@ -44,18 +44,6 @@ from llmc.runtime.lora import input_factors
 
 CLOSE_SECONDS = 5.0
 """For a step that runs to end."""
-
-
-class Prepared:
-    """What a bucket runs: launches of each step, and graphs of those from one to another."""
-
-    def __init__(self, steps: list[list[Launch]]) -> None:
-        self.steps = steps
-        self.graphs: dict[tuple[int, int], Any] = {}
-
-    def between(self, begin: int, end: int) -> list[Launch]:
-        """The launches of some steps."""
-        return [launch for step in self.steps[begin:end] for launch in step]
 
 
 class CudaExecutor:
@@ -97,7 +85,8 @@ class CudaExecutor:
         )
         self._allocate(beside)
         self._loaded: set[str] = set() if beside is None else beside._loaded
-        self._prepared: dict[Bucket, Prepared] = {}
+        self._prepared: dict[Bucket, list[list[Launch]]] = {}
+        self._graphs = Graphs(device, self.memory.graphs // LAUNCH_BYTES)
         self._head = plan.head
 
     def step(self, batch: Batch) -> NDArray[np.float32]:
@@ -253,13 +242,15 @@ class CudaExecutor:
 
     def _launch(self, bucket: Bucket, begin: int = 0, end: int | None = None) -> None:
         """Run some steps, by default all."""
-        prepared, part = self._prepare(bucket), (begin, len(self.plan.steps) if end is None else end)
-        if not bucket.is_decode:
-            self.device.run(prepared.between(*part))
-            return
-        if part not in prepared.graphs:
-            prepared.graphs[part] = self.device.capture(prepared.between(*part))
-        self.device.replay(prepared.graphs[part])
+        steps = self._prepare(bucket)
+
+        def launches() -> list[Launch]:
+            return [launch for step in steps[begin:end] for launch in step]
+
+        if bucket.is_decode:
+            self._graphs.replay((bucket, begin, end), launches)
+        else:
+            self.device.run(launches())
 
     def _send(self, batch: Batch) -> Bucket:
         """Check the batch and copy it to the device."""
@@ -296,16 +287,15 @@ class CudaExecutor:
             tree_words=0 if batch.tree_mask is None else -(-longest // WORD_ROWS),
         )
 
-    def _prepare(self, bucket: Bucket) -> Prepared:
+    def _prepare(self, bucket: Bucket) -> list[list[Launch]]:
+        """The launches of each step."""
         if bucket not in self._prepared:
             steps, scratch = program(self.plan, bucket, self._memory, self.device.capability)
             if scratch > self._scratch_bytes:  # earlier graphs go on with what they have
                 self._grow(scratch)
                 steps, _ = program(self.plan, bucket, self._memory, self.device.capability)
-            prepared = Prepared(steps)
-            launches = prepared.between(0, len(steps))
-            self._load(launches)
-            self._prepared[bucket] = prepared
+            self._load([launch for step in steps for launch in step])
+            self._prepared[bucket] = steps
         return self._prepared[bucket]
 
     def _rows(

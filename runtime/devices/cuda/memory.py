@@ -48,7 +48,7 @@ class MemoryPlan:
     """Bytes of device memory. ``step``: the inputs of a step, twice with what sampling needs; ``block``: of the cache.
 
     ``weights``, ``activations``, ``step``, ``scratch`` and the cache are exact. ``kernels`` is the size of their files,
-    and ``graphs`` an allowance for each launch: not verified on hardware.
+    and ``graphs`` an allowance for each launch of as many graphs as are kept: not verified on hardware.
     """
 
     weights: int
@@ -116,7 +116,9 @@ def measure(plan: Plan, spec: KvCacheSpec, limits: Limits, weights: int, kernels
     """That of a plan; the weights and the kernels take so many bytes."""
     sizes = list(bucket_sizes(plan, spec, limits, capability))
     blocks = -(-limits.max_seq_len // spec.block_size)
-    graphs = len(ladder(limits.max_sequences)) * len(ladder(blocks)) * sizes[0].launches * LAUNCH_BYTES
+    # Decodes have a graph for each size. Trees come in many more sizes: they share room for as many.
+    graphs = len(ladder(limits.max_sequences)) * len(ladder(blocks))
+    launches = max(size.launches for size in sizes[:2]) + sizes[3].launches
     pool = caches(plan, spec, POOL_STEP, 0)[1]
     return MemoryPlan(
         weights=weights,
@@ -124,7 +126,7 @@ def measure(plan: Plan, spec: KvCacheSpec, limits: Limits, weights: int, kernels
         step=max(size.inputs for size in sizes) + draws_bytes(limits, plan.value(plan.logits).shape[1].constant),
         scratch=max(size.scratch for size in sizes),
         kernels=kernels,
-        graphs=graphs,
+        graphs=graphs * launches * LAUNCH_BYTES,
         block=max(1 if plan.kv_slots else 0, pool // POOL_STEP),
         block_size=spec.block_size,
     )
