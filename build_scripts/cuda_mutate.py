@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -123,17 +124,15 @@ def tests_of(source: str) -> list[str]:
     return [f"tests/cuda/{name}" for name in names]
 
 
-def outcome(source: str, text: str, tests: list[str], seconds: float) -> dict[str, Any]:
+def outcome(source: str, text: str, tests: Mapping[str, float] | list[str]) -> dict[str, Any]:
     """What the tests say with this text in place of the source: ``said`` is "" if they pass, else how they fail.
 
     ``seconds``: of processor time that each of them took. They run in a copy of this process, so that what they import
-    is there already; ``seconds`` is the most that the copy may take.
+    is there already. One that takes far longer than ``tests`` says, since it goes round and round, is killed.
     """
     read, write = os.pipe()
     if not (child := os.fork()):
         os.close(read)
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 5))
-        signal.alarm(20 * int(seconds))  # if it waits for something that never comes
         with os.fdopen(write, "w") as out:
             out.write(json.dumps(_run(source, text, tests)))
         os._exit(0)
@@ -147,7 +146,7 @@ def outcome(source: str, text: str, tests: list[str], seconds: float) -> dict[st
     return done
 
 
-def _run(source: str, text: str, tests: list[str]) -> dict[str, Any]:
+def _run(source: str, text: str, tests: Mapping[str, float] | list[str]) -> dict[str, Any]:
     """In the copy of the process."""
     import emulator
     import pytest
@@ -156,8 +155,12 @@ def _run(source: str, text: str, tests: list[str]) -> dict[str, Any]:
     seconds: dict[str, float] = {}
 
     class Plugin:
-        def pytest_runtest_logstart(self) -> None:
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
             self.start = sum(os.times()[:4])
+            if isinstance(tests, Mapping):
+                most = 20 + 3 * int(tests[nodeid])
+                resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + most, resource.RLIM_INFINITY))
+                signal.alarm(60 * most)  # if it waits for something that never comes
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             seconds[report.nodeid] = sum(os.times()[:4]) - self.start
@@ -230,15 +233,14 @@ def plant(chosen: list[Mutant], known: dict[str, str], seconds: Seconds, results
         tests = tests_of(source)
         pytest.main(["--collect-only", *PYTEST, *tests])  # imports them
         if (joined := " ".join(tests)) not in seconds:
-            plain = outcome(source, (PLUGINS / source).read_text(), tests, 3600)
+            plain = outcome(source, (PLUGINS / source).read_text(), tests)
             if plain["said"]:
                 raise click.ClickException(f"the tests of {source} fail without a mistake: {plain['said']}")
             seconds[joined] = plain["seconds"]
             keep(results, {"tests": joined, "seconds": plain["seconds"]})
-        items = sorted(seconds[joined], key=lambda item: seconds[joined][item])
-        most = 60 + 5 * sum(seconds[joined].values())
+        items = dict(sorted(seconds[joined].items(), key=lambda item: item[1]))
         for mutant in (mutant for mutant in todo if mutant.source == source):
-            said = known[mutant.name] = outcome(source, mutant.text, items, most)["said"]
+            said = known[mutant.name] = outcome(source, mutant.text, items)["said"]
             click.echo(f"{verdict(said):6} {mutant.name}  {said}  [line {mutant.line}]")
             keep(results, {"name": mutant.name, "said": said})
 
