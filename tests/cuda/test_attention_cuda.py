@@ -59,7 +59,7 @@ def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
     ("heads", "kv"),
     [
         *(((3, 1, 96, 96), "bfloat16"), ((8, 1, 128, 128), "bfloat16"), ((2, 1, 192, 128), "bfloat16")),
-        *(((2, 2, 256, 256), "bfloat16"), ((2, 1, 192, 80), "int8")),
+        *(((2, 2, 256, 256), "bfloat16"), ((2, 1, 192, 80), "int8"), ((2, 1, 22, 18), "int8")),
     ],
 )
 def test_head_sizes(heads: tuple[int, int, int, int], kv: str) -> None:
@@ -183,6 +183,22 @@ def test_moved_positions() -> None:
         other = Pool(device, heads[1:], dtype, (41,))
         other.store([moved])
         same_bits([other.step([Rows(0, 40, rows.q[:1], rows.k[:1], rows.v[:1])])[0]], after)
+
+
+def test_stored_values_are_those_of_the_cpu() -> None:
+    """Codes times scales: what attention makes of them is too coarse to tell one good scale from another."""
+    rng = np.random.default_rng(8)
+    with Emulator() as device:
+        rows = random_rows(rng, (2, 2, 16, 40), 48, "bfloat16")
+        pool = Pool(device, (2, 16, 40), "float8_e4m3", (48,))
+        pool.store([rows])
+        table = pool.tables[0]
+        codes = device.get(pool.cache.values, (4, 2, 16, 48), "float8_e4m3fn")[table].astype(np.float32)
+        scales = device.get(pool.cache.value_scales, (4, 2, 16), "float32")[table]
+    found = (codes * scales[..., None]).transpose(0, 2, 1, 3).reshape(48, 2, 48)
+    assert not found[..., 40:].any()
+    expected = storage.round_trip(rows.v.astype(np.float32), "float8_e4m3", keys=False)
+    np.testing.assert_allclose(found[..., :40], expected, rtol=1e-6)
 
 
 def test_rows_that_are_not_finite() -> None:

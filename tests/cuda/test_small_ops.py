@@ -43,12 +43,32 @@ def test_an_id_that_is_out_of_range_is_left_out(name: str) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+def test_the_place_in_a_row_without_numbers_is_the_first() -> None:
+    x = np.full((2, 40), np.nan, np.float32)
+    x[1, :33] = -np.inf
+    with Emulator() as device:
+        sample = Sample((x,), {"function": "argmax", "num_axes": 1})
+        (found,) = run(Contract("reduce"), sample, "float32", device, [((2,), "int64")])
+    np.testing.assert_array_equal(found, [0, 0])
+
+
 def matrices(rng: np.random.Generator) -> Iterator[Sample]:
     """The samples of elementwise that are matrices, or edges of what functions tell apart; int32 only once."""
     for sample in all_ops()["elementwise"].samples(rng):
         small = sample.inputs[0].dtype == np.int32 and sample.attributes["function"] != "mod"
         if (sample.inputs[0].ndim == 2 or sample.inputs[0].shape == (10,)) and not small:
             yield sample
+    whole = rng.integers(-6, 7, (5, 9)).astype(np.float32)
+    divisors = rng.choice(np.array([-3, -2, -1, 1, 2, 3], np.float32), (5, 9))
+    for name in (
+        "mod",
+        "fmod",
+        "less",
+        "less_equal",
+        "equal",
+        "max",
+    ):  # of numbers that are equal, or divide each other
+        yield Sample((whole, divisors, None), {"function": name})
 
 
 def test_every_function_of_elementwise() -> None:
