@@ -1,7 +1,8 @@
 """Kernels of plugins/*/cuda.py on the CPU: compiles a `Kernel` with g++ on the emulator in simt/ and launches it.
 
 Builds are kept by content in $XDG_CACHE_HOME/llmc-tests (default: ~/.cache), so that a kernel is compiled once. Mode
-"checked" reports every stray, uninitialised or racing access; "plain" is faster; "coverage" counts lines for gcov.
+"checked" reports every stray, uninitialised or racing access, also to a thread's own arrays; "plain" is faster;
+"coverage" counts lines for gcov.
 """
 
 import ctypes
@@ -28,9 +29,10 @@ INCLUDES = [*OVERLAY, PLUGINS, SIMT]  # files of the overlay stand in for those 
 COUNTERS = ("switches", "mma", "ldmatrix", "bank_conflicts", "cp_async", "accesses", "barriers")
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-w")
+CHECKS = ("--param", "tsan-instrument-func-entry-exit=0", "-fsanitize=bounds")
 MODES = {
     "plain": ("-O1", "-DSIMT_CHECKED=0"),  # -O2 takes twice as long to compile, and would run no test sooner
-    "checked": ("-O1", "-g1", "-DSIMT_CHECKED=1", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"),
+    "checked": ("-O1", "-g1", "-DSIMT_CHECKED=1", "-fsanitize=thread", *CHECKS),
     "coverage": ("-O0", "-g1", "-DSIMT_CHECKED=0", "--coverage"),
 }
 
@@ -159,7 +161,7 @@ def _build_group(kernels: list[Kernel], mode: str) -> None:
         source.write_text(text)
         linked = path.with_suffix(".o")
         run_compiler([*FLAGS, *MODES[mode], *(f"-I{folder}" for folder in INCLUDES), "-c", source, "-o", linked])
-        # Without the library of -fsanitize: the emulator has the hooks.
+        # Without the libraries of -fsanitize: the emulator has the hooks.
         run_compiler(["-shared", linked, "-o", path, *(["--coverage"] if mode == "coverage" else [])])
         if mode != "coverage":
             for part in (source, linked):

@@ -83,4 +83,8 @@ DEV void fault(const FaultParams& p) {
   if (Case == 22) {  // an array behind a null pointer
     x[t] = static_cast<const int32_t*>(nullptr)[t];
   }
+  if (Case == 23) {  // past the end of an array of the thread
+    int32_t own[2] = {t, t};
+    for (int i = 0; i <= 2; ++i) x[t] = own[i];
+  }
 }

@@ -272,4 +272,14 @@ SIMT_HOOKS(16)
 void __tsan_read_range(void* p, size_t n) { simt::access(p, static_cast<int>(n), false, false, SIMT_PC, 0); }
 void __tsan_write_range(void* p, size_t n) { simt::access(p, static_cast<int>(n), true, false, SIMT_PC, 0); }
 void __tsan_init() {}
+
+// Of -fsanitize=bounds: an index of an array that is no memory of the device, but registers of a thread.
+struct SourcePlace {
+  const char* file;
+  uint32_t line, column;
+};
+void __ubsan_handle_out_of_bounds(const SourcePlace* place, uintptr_t index) {
+  simt::report("bounds", "index %ld of an array at %s:%u", static_cast<long>(index), place->file, place->line);
+  simt::kill_block();
+}
 }
