@@ -117,12 +117,13 @@ def _routed(executor: CudaExecutor, batch: Batch) -> tuple[NDArray[np.float32], 
     """Logits of a step, and of each mixture of experts the ids [T, K] and weights [T, K] that it was given."""
     bucket, begin, routes = executor._send(batch), 0, []
     prepared, steps = executor._prepare(bucket), executor.plan.steps
-    for number in _mixtures(executor.plan):
-        executor.device.run(prepared.between(begin, number))
+    for number in [*_mixtures(executor.plan), len(steps)]:
+        executor.device.run([launch for launches in prepared[begin:number] for launch in launches])
+        if number == len(steps):
+            break
         names = [str(name) for name in steps[number].inputs[1:3]]
         routes.append([_read(executor, name, bucket, len(batch.input_ids)) for name in names])
         begin = number
-    executor.device.run(prepared.between(begin, len(steps)))
     return executor._rows(bucket, len(batch.input_ids), executor.plan.logits)[0].copy(), routes
 
 
