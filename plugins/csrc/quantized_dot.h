@@ -43,22 +43,28 @@ LLMC_INLINE std::int32_t load_word(const std::byte* p) {
 
 #if defined(__AVX512F__)
 
+typedef std::int32_t int_vector __attribute__((vector_size(64)));
+
 struct i32x16 {
-  __m512i v;
+  int_vector v;  // not __m512i, which has longs: GCC would copy a sum at each change of its type, and back
+
+  i32x16() = default;
+  LLMC_INLINE i32x16(__m512i x) : v((int_vector)x) {}
+  LLMC_INLINE operator __m512i() const { return (__m512i)v; }
 };
 LLMC_INLINE i32x16 zero_ints() { return {_mm512_setzero_si512()}; }
 LLMC_INLINE i32x16 broadcast_int(std::int32_t n) { return {_mm512_set1_epi32(n)}; }
-LLMC_INLINE f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+LLMC_INLINE f32x16 to_float(i32x16 x) { return {_mm512_cvtepi32_ps(x)}; }
 LLMC_INLINE f32x16 load_bytes(const std::uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
-LLMC_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+LLMC_INLINE i32x16 operator+(i32x16 a, i32x16 b) { return {_mm512_add_epi32(a, b)}; }
 LLMC_INLINE f32x16 larger_bits(f32x16 a, f32x16 b) {
   return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
 }
 LLMC_INLINE i32x16 round_ints(f32x16 x) { return {_mm512_cvtps_epi32(x.v)}; }
 LLMC_INLINE void store_codes(std::int8_t* p, i32x16 x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
 }
 
 #if defined(__AVX512VNNI__)
@@ -83,8 +89,8 @@ struct Line {
 };
 template <Format F>
 LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
-  sum.v = _mm512_dpbusd_epi32(sum.v, line.first, _mm512_set1_epi32(load_word(x)));
-  if constexpr (F == Format::int4) sum.v = _mm512_dpbusd_epi32(sum.v, line.second, _mm512_set1_epi32(load_word(x + 4)));
+  sum = _mm512_dpbusd_epi32(sum, line.first, _mm512_set1_epi32(load_word(x)));
+  if constexpr (F == Format::int4) sum = _mm512_dpbusd_epi32(sum, line.second, _mm512_set1_epi32(load_word(x + 4)));
   return sum;
 }
 
@@ -113,11 +119,11 @@ template <Format F>
 LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
   const __m512i a = _mm512_set1_epi32(load_word(x)), b = _mm512_set1_epi32(load_word(x + 4));
   if constexpr (F == Format::int8) {
-    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(line.first, a));
-    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(line.second, b));
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line.first, a));
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(line.second, b));
   } else {  // at most 4 * 15 * 127: no saturation
     const __m512i words = _mm512_add_epi16(_mm512_maddubs_epi16(line.first, a), _mm512_maddubs_epi16(line.second, b));
-    sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(words, _mm512_set1_epi16(1)));
   }
   return sum;
 }

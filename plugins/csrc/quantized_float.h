@@ -17,11 +17,11 @@ LLMC_INLINE i32x16 load_words(const std::byte* p) {
   return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 LLMC_INLINE i32x16 field(i32x16 x, int shift, int mask) {
-  return {_mm512_and_si512(_mm512_srli_epi32(x.v, static_cast<unsigned>(shift)), _mm512_set1_epi32(mask))};
+  return {_mm512_and_si512(_mm512_srli_epi32(x, static_cast<unsigned>(shift)), _mm512_set1_epi32(mask))};
 }
 LLMC_INLINE f32x16 e4m3(i32x16 code) {
-  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(code.v, _mm512_set1_epi32(0x80)), 24);
-  const __m512i rest = _mm512_and_si512(code.v, _mm512_set1_epi32(0x7f));
+  const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24);
+  const __m512i rest = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
   const __mmask16 small = _mm512_cmplt_epi32_mask(rest, _mm512_set1_epi32(8));
   const __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(rest, 20), _mm512_set1_epi32(kE4m3Bias));
   const __m512 v = _mm512_castsi512_ps(_mm512_mask_add_epi32(bits, small, bits, _mm512_set1_epi32(1 << 23)));
