@@ -153,7 +153,7 @@ template <bool kBfloat16>
 constexpr std::int64_t kExpandedBytes = (kBlockColumns + 8) * (kBfloat16 ? 32 : 64);
 
 #if defined(__AVX512F__)
-constexpr int kFloatRows = 4, kFloatPanels = 2;
+constexpr int kFloatRows = 4, kFloatPanels = 4;
 #elif defined(__AVX2__) || defined(LLMC_NEON)
 constexpr int kFloatRows = 4, kFloatPanels = 1;
 #else
@@ -201,13 +201,12 @@ void expanded_rows(const QuantizedProduct& p, const std::byte* expanded, std::in
   }
 }
 
-template <class F, Zero Z, int P>
+// All rows, R at a time as long as there are so many.
+template <class F, Zero Z, int P, int R = kFloatRows>
 void expanded_block(const QuantizedProduct& p, const std::byte* expanded, std::int64_t row, std::int64_t row_end,
                     std::int64_t panel, std::int64_t number) {
-  for (; row + kFloatRows <= row_end; row += kFloatRows) {
-    expanded_rows<F, Z, kFloatRows, P>(p, expanded, row, panel, number);
-  }
-  for (; row < row_end; ++row) expanded_rows<F, Z, 1, P>(p, expanded, row, panel, number);
+  for (; row + R <= row_end; row += R) expanded_rows<F, Z, R, P>(p, expanded, row, panel, number);
+  if constexpr (R > 1) expanded_block<F, Z, P, R / 2>(p, expanded, row, row_end, panel, number);
 }
 
 template <Format F, Zero Z, bool kBfloat16>
