@@ -63,6 +63,15 @@ def test_draws(size: int, mode: str) -> None:
     np.testing.assert_array_equal(scores, logits[np.arange(len(given)), tokens])
 
 
+def test_a_share_that_is_reached_exactly_takes_no_more() -> None:
+    """Half of two equal tokens is the first of them, for any draw; of four the first two."""
+    rows = np.full((4, 600), -np.inf, np.float32)
+    rows[:2, [3, 580]] = 1.0
+    rows[2:, [3, 8, 70, 580]] = -2.0
+    tokens, _ = sampled(rows, [{"top_p": 0.5}] * 4, np.array([0.0, 0.999, 0.499, 0.999]), "checked")
+    np.testing.assert_array_equal(tokens, [3, 3, 3, 8])
+
+
 def test_a_row_that_is_not_finite_shows_it() -> None:
     rows = np.zeros((4, 40), np.float32)
     rows[0, 7], rows[1, 9], rows[2] = np.nan, np.inf, -np.inf

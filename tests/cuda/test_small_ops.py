@@ -43,6 +43,21 @@ def test_an_id_that_is_out_of_range_is_left_out(name: str) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["neg", "max"])
+def test_views_of_four_axes(name: str) -> None:
+    """All that kernels walk, none of which follows on its neighbour."""
+    x = np.random.default_rng(1).standard_normal((2, 3, 2, 5, 4), np.float32).transpose(3, 2, 1, 0, 4)
+    if name == "neg":
+        x, contract, attributes = x[..., 0], Contract("elementwise"), {"function": name}
+        expected, inputs = -x, (x, None, None)
+    else:
+        contract, attributes = Contract("reduce"), {"function": name, "num_axes": 1}
+        expected, inputs = x.max(-1), (x,)
+    with Emulator() as device:
+        (found,) = run(contract, Sample(inputs, attributes), "float32", device, [(expected.shape, "float32")])
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_the_place_in_a_row_without_numbers_is_the_first() -> None:
     x = np.full((2, 40), np.nan, np.float32)
     x[1, :33] = -np.inf
