@@ -55,6 +55,14 @@ def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
         check(samples[number], dtype, kv, f"sample {number}", units=6.0, order=number % 3, seed=number)
 
 
+def test_centers_and_scales_of_an_odd_number_of_dims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that are written one by one, where a block walks all keys of its rows."""
+    monkeypatch.setattr(cuda, "SHORT_ROWS", 1)
+    sample = next(itertools.islice(reference.stored_samples(np.random.default_rng(9)), 24, None))
+    assert sample.inputs[2].shape[2] == 5 and all(a is not None for a in sample.inputs[5:])
+    check(sample, "bfloat16", "bfloat16", "5 dims", units=6.0)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv"),
     [
