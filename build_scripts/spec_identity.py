@@ -1,7 +1,8 @@
 """Greedy answers with drafts are those without, token by token, alone and many at once.
 
-    build_scripts/spec_identity.py PROMPTS ENGINE ... --results FILE [--spec ngram medusa draft=DIR] [--new 128]
+    build_scripts/spec_identity.py PROMPTS ENGINE ... --results FILE [--spec ngram medusa@8 draft=DIR] [--new 128]
 
+"@8": trees of so many nodes in every step, instead of what pays: much is compared where drafts are seldom right, too.
 PROMPTS is as for bench_spec.py. A line of JSON for each engine, proposer, batch and group of prompts is added to FILE;
 what is there already is not run again. All is compared with the answers of each prompt alone, without drafts.
 A batch is mixed: a group's prompts come at once and wait until one of so many places is free. Fails if a token differs.
@@ -59,8 +60,12 @@ def compare(
     missing = [start for start in groups if (digest, name, size, start) not in results.rows]
     if not missing:
         return
-    llm = LLM(engine, speculative=Speculation(name), threads=threads, max_sequences=size)
+    proposer, _, nodes = name.partition("@")
+    speculation = Speculation(proposer, int(nodes) if nodes else None)
+    llm = LLM(engine, speculative=speculation, threads=threads, max_sequences=size)
+    counted = llm.scheduler.statistics
     for start in missing:
+        before = counted.drafted, counted.accepted
         found, _ = answers(llm, groups[start], results.asked["new"])
         row = {"engine": str(engine), "digest": digest, "spec": name, "batch": size, "start": start}
         row["tokens"] = sum(map(len, found))
@@ -69,11 +74,10 @@ def compare(
             continue
         expected = results.rows[digest, PLAIN, 1, start]["answers"]
         pairs = enumerate(zip(found, expected, strict=True), start)
-        counted = llm.scheduler.statistics
         results.add(
             row
             | {"different": [number for number, (one, other) in pairs if list(one) != list(other)]}
-            | {"drafted": counted.drafted, "accepted": counted.accepted}
+            | {"drafted": counted.drafted - before[0], "accepted": counted.accepted - before[1]}
         )
     llm.close()
 
@@ -98,7 +102,7 @@ def main() -> int:
     try:
         for engine, (name, size) in itertools.product(arguments.engines, asked):
             compare(results, engine, name, size, groups, arguments.threads)
-    except (OSError, LlmcError) as problem:
+    except (OSError, ValueError, LlmcError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return getattr(problem, "exit_code", 4)
     wanted = [(_digest(e), *pair, n) for e, pair, n in itertools.product(arguments.engines, asked, groups)]

@@ -118,13 +118,15 @@ class Query:
 
     ``nodes``, ``depth``: of the tree, at most; both are at least 1. ``hidden`` [m, hidden size], m >= 1, for a proposer
     that wants it: what went into the head for the rows that the last step took, in order of position; the logits of
-    the last one gave the last token of ``sequence.tokens``.
+    the last one gave the last token of ``sequence.tokens``. ``pairs``: so many of the nodes are second guesses, each
+    beside one of the first drafts of a chain.
     """
 
     sequence: Sequence
     nodes: int
     depth: int
     hidden: NDArray[np.float32] | None = None
+    pairs: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class Proposer(ABC):
         wants_hidden: queries have ``hidden``.
         wants_features: `observe` is told the features of the engine's plan.
         default_nodes: of a tree at most, unless ``--spec-tokens`` says otherwise.
+        pairs: it drafts chains, and heeds `Query.pairs`.
         draws: it heeds `Setting.draws`; how many drafts a tree has then may not depend on which they are.
     """
 
@@ -160,6 +163,7 @@ class Proposer(ABC):
     wants_hidden: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
     default_nodes: ClassVar[int] = 8
+    pairs: ClassVar[bool] = False
     draws: ClassVar[bool] = False
 
     @property

@@ -32,7 +32,7 @@ class _State:
 
 @dataclass(eq=False)
 class _Path:
-    """The drafts of one query, as they grow: a path, and the first of them with another one beside it.
+    """The drafts of one query, as they grow: a path, the first of them with another one beside each.
 
     ``limit``, ``siblings``: how many at most. ``draws``: from the distribution of the draft engine, which is kept.
     """
@@ -59,7 +59,11 @@ class _Path:
         sequence, place = self.query.sequence, len(self.tokens)
         position = len(sequence.tokens) + len(self.drafts)
         if not self.draws:
-            self.tokens.append(draw_token(row, sequence, position=position))
+            self.tokens.append(token := draw_token(row, sequence, position=position))
+            if len(self.drafts) < self.siblings:
+                others = np.concatenate([row[:token], row[token + 1 :]])
+                second = int(others.argmax())
+                self.tokens.append(second + (second >= token))
         elif not np.isfinite(row.max()):
             self.limit = 0
             return
@@ -88,6 +92,7 @@ class DraftProposer(Proposer):
 
     name = "draft"
     default_nodes = 5
+    pairs = True
     draws = True
 
     def __init__(
@@ -139,7 +144,7 @@ class DraftProposer(Proposer):
         return load_engine(Path(argument))
 
     def propose(self, queries: list[Query]) -> list[Tree]:
-        """A chain for each, as far as the engine's context and the blocks allow; drawn drafts have others beside."""
+        """A chain for each, as far as the engine's context and the blocks allow, beside its first drafts others."""
         paths: dict[int, _Path] = {}
         for index, query in enumerate(queries[: self._max_batch_tokens]):
             if (path := self._start(query)) is not None:
@@ -170,7 +175,7 @@ class DraftProposer(Proposer):
             state.verified += 1
         del state.tokens[state.verified :]
         draws = self._draws and query.sequence.request.params.temperature > 0
-        siblings = query.nodes // 3 if draws else 0
+        siblings = query.nodes // 3 if draws else query.pairs
         limit = min(query.nodes - siblings, query.depth, self._max_seq_len - len(known) + 1)
         missing = self._cache.blocks_for(len(known) + limit - 1) - len(state.table.blocks)
         if limit < 1 or missing > self._cache.num_available:

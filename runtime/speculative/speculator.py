@@ -56,7 +56,8 @@ class Speculator:
         self._context = context
         self._nodes = proposer.default_nodes if nodes is None else nodes
         self._is_fixed = rule is Rule.TYPICAL or (rule is Rule.REJECTION and proposer.draws)
-        self._controller = Controller(proposer.gains) if nodes is None and not self._is_fixed else None
+        adapts = nodes is None and not self._is_fixed
+        self._controller = Controller(proposer.gains, pairs=proposer.pairs) if adapts else None
         self._step: tuple[list[Chunk], float] = ([], 0.0)
         self._drafts: dict[Sequence, NDArray[np.float32]] = {}
         """Features of the drafts of the last step."""
@@ -117,7 +118,8 @@ class Speculator:
             deepest = max(chunk.tree.depths)
             self.acceptance.add(len(chunk.tree), deepest, len(path))
             if self._controller is not None:
-                self._controller.learn(sequence, len(chunk.tree), deepest, len(path))
+                right = _first_and_second(chunk.tree, path) if self._proposer.pairs else (len(path), None)
+                self._controller.learn(sequence, len(chunk.tree), deepest, *right)
             moves = [(chunk.stop + node, chunk.stop + place) for place, node in enumerate(path) if node != place]
             if moves:
                 assert sequence.table is not None, "a sequence that runs has blocks"
@@ -150,16 +152,18 @@ class Speculator:
             if (chunk.sequence.hidden is not None or not self.wants_hidden) and (depth := _depth(chunk)) > 0
         }
         share = min(budget.tokens, budget.rows) // max(1, len(depths))
-        nodes = [min(self._nodes, share)] * len(depths)
+        nodes, pairs = [min(self._nodes, share)] * len(depths), [0] * len(depths)
         if self._controller is not None:
             rows = sum(chunk.num_rows for chunk in chunks)
             nodes = self._controller.sizes([chunks[index].sequence for index in depths], nodes, rows)
+            pairs = self._controller.pairs
         nodes = [min(n, self._context - chunks[i].stop) for i, n in zip(depths, nodes, strict=True)]
-        return {
-            index: Query(chunks[index].sequence, count, depth, chunks[index].sequence.hidden)
-            for (index, depth), count in zip(depths.items(), nodes, strict=True)
-            if count > 0
-        }
+        queries: dict[int, Query] = {}
+        for (index, depth), count, beside in zip(depths.items(), nodes, pairs, strict=True):
+            if count > 0:
+                sequence = chunks[index].sequence
+                queries[index] = Query(sequence, count, depth, sequence.hidden, min(beside, count // 2))
+        return queries
 
 
 def _depth(chunk: Chunk) -> int:
@@ -168,6 +172,16 @@ def _depth(chunk: Chunk) -> int:
     if request.pool is not None or not chunk.completes or chunk.stop - chunk.start > 1 or sequence.scored is not None:
         return 0
     return request.max_tokens - sequence.num_generated - 1
+
+
+def _first_and_second(tree: Tree, path: list[int]) -> tuple[int, bool | None]:
+    """First guesses of a chain that were right; whether the one beside the next was, or None if there was none."""
+    last = -1
+    for count, node in enumerate(path):
+        if node != tree.children[last][0]:
+            return count, True
+        last = node
+    return len(path), False if len(tree.children.get(last, ())) > 1 else None
 
 
 def _room(query: Query, budget: Budget, cache: KvCache) -> int:

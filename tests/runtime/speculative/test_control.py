@@ -16,9 +16,9 @@ def sequences(count: int) -> list[Sequence]:
     return [Request(i, [5], SamplingParams(), 50).sequences[0] for i in range(count)]
 
 
-def controller(row: float) -> Controller:
+def controller(row: float, *, pairs: bool = False) -> Controller:
     """One that knows steps of 1 second, and a second times ``row`` for each row."""
-    made = Controller()
+    made = Controller(pairs=pairs)
     for rows in (1, 2, 4, 8, 16, 32, 64, 128):
         for _ in range(50):
             made.cost.add(rows, 1 + row * rows)
@@ -40,6 +40,8 @@ def test_cost_is_interpolated_and_never_falls() -> None:
     for _ in range(10):
         cost.add(4, 1000.0)
     assert cost.at(4) == pytest.approx(2)
+    cost.add(66, 9.0)
+    assert cost.at(64) == pytest.approx(6.5) and cost.at(66) == pytest.approx(9)  # a size of its own
 
 
 @pytest.mark.parametrize(("row", "least", "most"), [(0.001, 8, 16), (0.05, 3, 12), (1.0, 0, 8), (20.0, 0, 0)])
@@ -106,6 +108,8 @@ def simulate(
     fixed: int | None = None,
     gains: tuple[float, ...] = (),
     steps: int = 400,
+    second: float | None = None,
+    seed: int = 7,
 ) -> float:
     """How many times as many tokens a second as without drafts, in so many steps of ``count`` sequences.
 
@@ -115,30 +119,36 @@ def simulate(
         level: seconds of making drafts, for each level of a chain, or at all.
         noise: steps seem to take up to 1 + 4 * noise times as long, few of them that long.
         fixed: drafts of each sequence, instead of what a controller says.
+        second: the share of second guesses that are right where the first one is wrong; None: there are none.
     """
-    random = np.random.default_rng(7)
-    chosen, many = Controller(gains), sequences(count)
+    random = np.random.default_rng(seed)
+    chosen, many = Controller(gains, pairs=second is not None), sequences(count)
     seconds, tokens = 0.0, 0
     for _ in range(steps):
         nodes = chosen.sizes(many, [8] * count, count) if fixed is None else [fixed] * count
         if any(nodes):
-            took = level * (1 if gains else max(nodes))
+            pairs = [0] * count if fixed is not None else chosen.pairs
+            depths = [drafts - beside for drafts, beside in zip(nodes, pairs, strict=True)]
+            took = level * (1 if gains else max(depths))
             seconds += took
-            chosen.proposed(max(nodes), took)
+            chosen.proposed(max(depths), took)
         rows = count + sum(nodes)
         took = cost(rows)
         seconds += took
         chosen.ran(rows, took * (1 + 4 * noise * random.random() ** 3))
-        for sequence, drafts in zip(many, nodes, strict=True):
-            accepted = 0
+        for number, (sequence, drafts) in enumerate(zip(many, nodes, strict=True)):
+            accepted, found, depth = 0, None, 1
             if gains:
                 accepted = int(random.random() < right * sum(gains[:drafts]))
-            else:
-                while accepted < drafts and random.random() < right:
+            elif drafts:
+                depth = depths[number]
+                while accepted < depth and random.random() < right:
                     accepted += 1
-            tokens += 1 + accepted
+                if second is not None and accepted < pairs[number]:
+                    found = bool(random.random() < second)
+            tokens += 1 + accepted + bool(found)
             if drafts:
-                chosen.learn(sequence, drafts, 1 if gains else drafts, accepted)
+                chosen.learn(sequence, drafts, depth, accepted, found)
     return tokens / seconds / (count / cost(count))
 
 
@@ -171,7 +181,45 @@ def test_nor_with_heads_in_a_batch_or_on_a_busy_machine(noise: float) -> None:
     for name, right in (("arithmetic", 0.2), ("arithmetic", 0.9), ("processor", 0.5)):
         assert simulate(COSTS[name], right, 16, 0.001, noise, steps=300) >= 0.97, (name, right)
     assert simulate(measured, 1.0, 1, 5.35, noise, gains=TREE) >= 1.03
-    assert simulate(measured, 0.8, 16, 0.01, noise) >= 1.25
+    assert np.mean([simulate(measured, 0.8, 16, 0.01, noise, seed=seed) for seed in range(5, 9)]) >= 1.2
+
+
+def engine(rows: int) -> float:
+    """Milliseconds of a step of SmolLM2-135M, float32, one thread; as a draft for it, int4 weights take 6.2."""
+    return float(np.interp(rows, [1, 2, 4, 6, 8, 12, 16, 32, 64], [16.0, 16.1, 18.3, 19.5, 22.1, 26.3, 32, 51, 89]))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_second_guesses_pay_or_are_left_away(noise: float) -> None:
+    """On MT-bench, the first guess of int4 weights is right in 65 of 100 places, the second in 16."""
+    found, chain = (simulate(engine, 0.65, 1, 6.2, noise, second=second, steps=2000) for second in (0.46, None))
+    assert found >= 1.02 * chain >= 1.12
+    for right in (0.0, 0.3, 0.65, 0.9, 1.0):
+        for second in (0.0, 0.2, 0.6):
+            for count in (1, 16):
+                found = simulate(engine, right, count, 6.2, noise, second=second, steps=300)
+                chain = simulate(engine, right, count, 6.2, noise, steps=300)
+                assert found >= max(0.97, 0.95 * chain), (right, second, count, chain)
+
+
+def test_second_guesses_hang_beside_first_ones() -> None:
+    chosen, (one,) = controller(0.02, pairs=True), sequences(1)
+    for _ in range(9):
+        chosen.proposed(1, 0.4)
+
+    def nodes(most: int) -> tuple[int, int]:
+        return chosen.sizes([one], [most], 1)[0], chosen.pairs[0]
+
+    for _ in range(40):
+        chosen.learn(one, 3, 2, 2)
+        chosen.learn(one, 3, 2, 0, True)  # wherever the first one is wrong
+    assert [nodes(most) for most in (1, 2)] == [(1, 0), (2, 1)]
+    for _ in range(60):
+        chosen.learn(one, 3, 2, 1, False)
+    assert [nodes(most)[1] for most in (1, 2, 8)] == [0, 0, 0]
+    for _ in range(60):
+        chosen.learn(one, 2, 2, 1)  # what was not tried for long is worth a try
+    assert nodes(8)[1] > 0
 
 
 def test_gains_of_trees_are_measured() -> None:

@@ -1,6 +1,7 @@
 """A draft engine: right wherever it agrees, harmless elsewhere."""
 
 import json
+from itertools import accumulate, cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from llmc import LLM, SamplingParams
 from llmc.errors import UsageError
+from llmc.runtime.request import Request
+from llmc.runtime.speculative.base import Query
 from llmc.runtime.speculative.draft import DraftProposer, differs
 from llmc.runtime.speculative.opening import Speculation
 
@@ -62,6 +65,37 @@ def test_a_smaller_engine_changes_nothing(target: Path, small: Path) -> None:
         assert isinstance(proposer, DraftProposer)
         assert proposer._cache.num_used == 0
         assert not proposer._states
+
+
+@pytest.mark.parametrize("ticks", [[1e-5, 1e-6, 1.0], [0.3, 1e-4], [2e-4, 1e-3]])
+def test_second_guesses_change_nothing(target: Path, small: Path, ticks: list[float]) -> None:
+    """Whatever they seem to cost; some are right where the first ones are not."""
+    llm = LLM(target, threads=1, speculative=f"draft={small}", check=True)
+    speculator = llm.scheduler.speculator
+    assert speculator is not None
+    times = accumulate(cycle(ticks))
+    speculator._clock = lambda: next(times)
+    propose, trees = speculator._proposer.propose, []
+    speculator._proposer.propose = lambda queries: trees.append(propose(queries)) or trees[-1]  # type: ignore[method-assign]
+    assert run(llm) == run(LLM(target, threads=1))
+    if len(ticks) == 3:  # drafts cost nothing
+        assert any(not tree.is_chain for found in trees for tree in found)
+
+
+def test_second_guesses_are_the_next_best(target: Path, small: Path) -> None:
+    """Beside the first drafts, in the order of nodes; a sequence that draws has what it draws first."""
+    logits = LLM(small, threads=1).generate([PROMPTS[0]], [SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2)])
+    best = [[token for token, _ in place.top] for place in logits[0].choices[0].logprobs]
+    llm = LLM(target, threads=1, speculative=f"draft={small}")
+    assert llm.scheduler.speculator is not None
+    for temperature, firsts in ((0.0, best), (1.0, None)):
+        request = Request(0, PROMPTS[0], SamplingParams(temperature=temperature, seed=1), 50)
+        (tree,) = llm.scheduler.speculator._proposer.propose([Query(request.sequences[0], 5, 9, pairs=2)])
+        assert tree.parents == (-1, -1, 0, 0, 2)
+        if firsts is not None:
+            assert tree.tokens[:4] == (*firsts[0], *firsts[1])
+        else:
+            assert tree.tokens[1] in best[0]
 
 
 def test_memory_of_the_draft_engine_is_part_of_the_budget(target: Path, small: Path) -> None:
