@@ -16,7 +16,7 @@ from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BLOCK_SIZE, BuildConfig, Limits
 from llmc.compiler.cuda.build import CudaModel, check_dtypes, cuda_model, images
 from llmc.compiler.cuda.sizes import device_facts
-from llmc.compiler.eagle.build import EagleToBuild, add_eagle, check_model, open_eagle
+from llmc.compiler.eagle.build import EagleToBuild, add_eagle, check_model, eagle_bytes, open_eagle
 from llmc.compiler.engine_writer import EngineContents, write_files, write_manifest, write_selftest
 from llmc.compiler.estimate import Estimate, check_disk, estimate
 from llmc.compiler.gate import QualityRequest
@@ -138,6 +138,7 @@ def build_engine(
             compiled = compile_model(checkpoint, config, progress)
             heads = open_heads(config, compiled.steps, compiled.target.name)
             more = 0 if heads is None else heads.heads.nbytes(compiled.dtype)
+            more += eagle_bytes(compiled, config)
             check_disk(compiled.estimate, staging.path, work_path(Path(engine)), more)
             progress.step("hashing the model")
             hashes = inputs.result() | facts.added_files(config, heads, compiled.eagle)

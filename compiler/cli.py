@@ -93,6 +93,7 @@ def build(
     from llmc.compiler.api import build_engine, compile_model, open_checkpoint
     from llmc.compiler.config import BuildConfig
     from llmc.compiler.cuda.sizes import with_drafts
+    from llmc.compiler.eagle.build import eagle_bytes
     from llmc.compiler.medusa.build import open_heads
     from llmc.compiler.progress import progress_for
     from llmc.compiler.summary import built, planned
@@ -108,7 +109,7 @@ def build(
                 quality.read()  # refuses what the build would refuse
             compiled = compile_model(open_checkpoint(model, config, progress), config, progress)
             heads = open_heads(config, compiled.steps, compiled.target.name)  # refuses the same
-            result = planned(with_drafts(compiled, heads, config), heads)
+            result = planned(with_drafts(compiled, heads, config), heads, eagle_bytes(compiled, config))
         else:
             try:
                 result = built(build_engine(model, engine, config, quality=quality, force=force, progress=progress))

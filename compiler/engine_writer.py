@@ -49,11 +49,18 @@ class DraftPart:
     ) -> tuple[LoweredModel, dict[str, int]]:
         """Write the files; returns what was placed, and sizes for the report. ``shared``: weights of the model."""
         lowered = plan_steps(graph or self.graph, target, self.limits)
-        own = [tensor for name, tensor in lowered.weights.items() if name not in shared] + list(self.more)
+        own = self._own(lowered, shared)
         staging.write(self.files[0], plan_file.to_bytes(lowered.plan))
         staging.write_stream(self.files[1], safetensors_writer.pieces(safetensors_writer.order(own)))
         sizes = (sum(tensor.nbytes for tensor in tensors) for tensors in (own, lowered.weights.values()))
         return lowered, dict(zip(("own_bytes", "read_bytes"), sizes, strict=True))
+
+    def own_bytes(self, target: Target, shared: Collection[str]) -> int:
+        """Of the weights that the model does not have."""
+        return sum(tensor.nbytes for tensor in self._own(plan_steps(self.graph, target, self.limits), shared))
+
+    def _own(self, lowered: LoweredModel, shared: Collection[str]) -> list[Tensor]:
+        return [tensor for name, tensor in lowered.weights.items() if name not in shared] + list(self.more)
 
 
 @dataclass(frozen=True)

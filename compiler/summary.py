@@ -60,12 +60,19 @@ LABELS = {
 """Key of a result: what people read. In this order; keys that are not here are for machines."""
 
 
-def planned(compiled: Compiled, heads: HeadsToBuild | None = None) -> dict[str, Any]:
-    """What a dry run tells. ``compiled``: for a device, as `cuda.sizes.with_drafts` has it."""
+def planned(compiled: Compiled, heads: HeadsToBuild | None = None, layer_bytes: int = 0) -> dict[str, Any]:
+    """What a dry run tells.
+
+    Args:
+        compiled: for a device, as `cuda.sizes.with_drafts` has it.
+        heads: Medusa heads that the engine gets.
+        layer_bytes: of an EAGLE layer's own weights.
+    """
     from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
     more = 0 if heads is None else heads.heads.nbytes(compiled.dtype, None if heads.ids is None else len(heads.ids))
+    more += layer_bytes
     return {
         "architecture": compiled.checkpoint.config.architectures[0],
         "parameters": compiled.checkpoint.parameters,

@@ -21,6 +21,7 @@ from llmc.compiler.lowering.builder import PackedWeight
 from llmc.compiler.medusa.lowering import describe, output_step
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
+from llmc.compiler.quantize.build import predicted
 from llmc.compiler.staging import Staging
 from llmc.compiler.weights import Array
 from llmc.errors import CheckpointError, UsageError
@@ -168,6 +169,15 @@ def eagle_part(
     )
     ids = () if eagle.token_ids is None else (PackedWeight(TOKEN_IDS, Array(eagle.token_ids)),)
     return DraftPart("eagle", (PLAN, WEIGHTS), graph, compiled.limits, compiled.dtype, ids), method, shares
+
+
+def eagle_bytes(compiled: Compiled, config: BuildConfig) -> int:
+    """Of the layer's own weights, before anything is quantized or written; 0: there is none."""
+    if compiled.eagle is None:
+        return 0
+    steps = compiled.steps if compiled.planned is None else predicted(compiled.planned)
+    part, _, _ = eagle_part(compiled.eagle, replace(compiled, steps=steps), config)
+    return part.own_bytes(compiled.target, steps.weights)
 
 
 def _is_the_models(table: WeightSource, compiled: Compiled) -> bool:

@@ -272,7 +272,7 @@ class Controller:
         self, nodes: list[int], sequences: ListOf[Sequence], most: ListOf[int], rows: int, seconds: float
     ) -> None:
         """Give a few to those that had none for long, as many of them as the step may take ``seconds`` for."""
-        known = [self._known[sequence] for sequence in sequences]
+        known = [self._known.setdefault(sequence, _Known()) for sequence in sequences]
         for of, count in zip(known, nodes, strict=True):
             of.idle = 0 if count else of.idle + 1
         total, level = sum(nodes), max(nodes)

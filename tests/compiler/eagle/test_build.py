@@ -182,6 +182,21 @@ def test_a_layer_of_another_model_is_refused(model: Path, tmp_path: Path) -> Non
     refused(CheckpointError, "has no embed_tokens.weight, and can't use the model's", "eagle3", **sizes)
 
 
+@pytest.mark.parametrize(("kind", "options"), [("eagle", []), ("eagle", ["--quant", "int8"]), ("eagle3", [])])
+def test_a_dry_run_tells_its_size(model: Path, tmp_path: Path, kind: str, options: list[str]) -> None:
+    config = config_of(kind, eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+    layer = write_layer(tmp_path / "layer", random_layer(kind, config), config)
+    common = [str(model), "--dtype", "bfloat16", "--max-seq-len", "96", *options, "--json", "--quiet"]
+    layered = [*common, "--eagle", str(layer)]
+    plain, dry, made = (
+        json.loads(CliRunner().invoke(build, arguments, catch_exceptions=False).stdout)
+        for arguments in ([*common, "--dry-run"], [*layered, "--dry-run"], [*layered, "-o", str(tmp_path / "engine")])
+    )
+    assert dry["heads_bytes"] == made["heads_bytes"] > 0
+    assert plain["heads_bytes"] is None
+    assert dry["disk_bytes"] == plain["disk_bytes"] + dry["heads_bytes"]
+
+
 def test_the_command_line_takes_it(model: Path, tmp_path: Path) -> None:
     layer = write_layer(tmp_path / "layer", random_layer("eagle", config_of("eagle")), config_of("eagle"))
     (layer / "config.json").unlink()

@@ -207,6 +207,8 @@ def test_second_guesses_hang_beside_first_ones() -> None:
     for _ in range(9):
         chosen.proposed(1, 0.4)
 
+    assert chosen.sizes([one], [0], 1) == chosen.pairs == [0]  # a step that is full already
+
     def nodes(most: int) -> tuple[int, int]:
         return chosen.sizes([one], [most], 1)[0], chosen.pairs[0]
 
