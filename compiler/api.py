@@ -319,8 +319,9 @@ def _with_kv_constants(
         return compiled
     settings, longest = config.calibration, compiled.limits.max_seq_len
     silent = settings.source == BUILT_IN and (tokenizer is None or "tokenizer.json" not in tokenizer.files)
+    tokens, kv_dtype = None if silent else text(), compiled.kv_dtype
     centred = kv_cache.centre(
-        compiled.steps, None if silent else text(), settings, longest=longest, folder=folder, progress=progress
+        compiled.steps, tokens, settings, kv_dtype=kv_dtype, longest=longest, folder=folder, progress=progress
     )
     if config.locked is not None:
         centred = replace(centred, recipe=locked.checked_kv_cache(config.locked, centred.recipe))

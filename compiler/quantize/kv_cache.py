@@ -6,6 +6,9 @@ stored less their means; see plugins/paged_attention/__init__.py. A key counts a
 error: the token that takes most of the attention (the first one, often) has a key far from the others, and its error
 would be the largest where it matters most.
 
+Keys of fp8 also get the feedback of errors that storage.round_trip describes: of the ways to round a key that is taken
+which queries, by their second moments, feel least.
+
 Values are stored as they are, though the op could add their means back: the tokens that most attention goes to (the
 first one, often) have values near zero, which are exact as they are and err as much as all others without the mean.
 """
@@ -36,7 +39,7 @@ from llmc.compiler.safetensors_writer import Tensor
 from llmc.compiler.weights import Array
 from llmc.errors import CompileError
 from llmc.plugins import all_ops, kernels
-from llmc.plugins.paged_attention.storage import QUANTIZED
+from llmc.plugins.paged_attention.storage import QUANTIZED, rotate
 from llmc.quantization.calibration import Calibration, CalibrationSettings
 from llmc.quantization.deterministic import single_threaded
 from llmc.runtime.batch import Batch
@@ -55,8 +58,14 @@ shares of 0, 0.25 and 1: 0.075, 0.073 and 0.077 %.)"""
 REACH = 16.0
 """Scales are within a factor of so much of their mean."""
 
-FIRST = all_ops()["paged_attention"].plan_inputs.index("key_center?")
-"""The input of paged_attention that key_center is."""
+DAMPING = 0.01
+"""Of the second moments of queries: so much of their mean is added to each dim."""
+
+EXPONENTS, FED_BACK_EXPONENTS = (0.5, 0.5), (0.15, 0.75)
+"""Powers of what queries and keys have in a dim, by which scales go; see ``_scale``."""
+
+INPUTS = all_ops()["paged_attention"].plan_inputs
+"""Those of paged_attention."""
 
 Floats = NDArray[np.float32]
 Floats64 = NDArray[np.float64]
@@ -81,6 +90,7 @@ def centre(
     calibration: Calibration | None,
     settings: CalibrationSettings,
     *,
+    kv_dtype: str,
     longest: int,
     folder: Path,
     progress: Progress,
@@ -91,6 +101,7 @@ def centre(
         graph: with weights that can be read.
         calibration: the tokens; None if the model has no tokenizer to make them with.
         settings: how they were made.
+        kv_dtype: what the cache is to hold.
         longest: positions of a sequence of the engine. Windows are spread over them, as keys that are turned are.
         folder: for large activations.
         progress: is told how far it is.
@@ -105,15 +116,16 @@ def centre(
         )
         return Centred(graph, {"calibration": None}, {"centred": False})
     tokens = calibration.tokens[:: max(1, len(calibration.tokens) // SAMPLES)][:SAMPLES]
-    measured = _measure(graph, _spread(tokens, longest), thread_count(), folder, progress)
-    views: dict[int, list[View]] = {}
+    feeds_back = kv_dtype == "float8_e4m3"
+    measured = _measure(graph, _spread(tokens, longest), feeds_back, thread_count(), folder, progress)
+    views: dict[int, dict[str, View]] = {}
     weights: dict[str, Tensor] = dict(graph.weights)
     for slot, moments in measured.items():
-        views[slot] = []
+        views[slot] = {}
         for name, array in moments.constants().items():
             tensor = PackedWeight(f"kv_cache.{slot}.{name}", Array(array))
             weights[tensor.name] = tensor
-            views[slot].append(stored_view(tensor.name, tensor.dtype, tensor.shape))
+            views[slot][f"{name}?"] = stored_view(tensor.name, tensor.dtype, tensor.shape)
     steps = [_with_constants(step, views) for step in graph.steps]
     slots = [{"slot": slot, **moments.facts()} for slot, moments in sorted(measured.items())]
     return Centred(
@@ -123,11 +135,12 @@ def centre(
     )
 
 
-def _with_constants(step: LoweredStep, views: Mapping[int, Sequence[View]]) -> LoweredStep:
+def _with_constants(step: LoweredStep, views: Mapping[int, Mapping[str, View]]) -> LoweredStep:
     if step.op != "paged_attention":
         return step
-    inputs = [*step.inputs, *[None] * (FIRST - len(step.inputs))]
-    return replace(step, inputs=(*inputs, *views[int(step.attributes["slot"])]))
+    given = {**dict(zip(INPUTS, step.inputs, strict=False)), **views[int(step.attributes["slot"])]}
+    last = max(INPUTS.index(name) for name in given)
+    return replace(step, inputs=tuple(given.get(name) for name in INPUTS[: last + 1]))
 
 
 def _spread(tokens: NDArray[np.int32], longest: int) -> list[Batch]:
@@ -143,7 +156,7 @@ def _spread(tokens: NDArray[np.int32], longest: int) -> list[Batch]:
 
 
 def _measure(
-    graph: LoweredGraph, chunks: Sequence[Batch], threads: int, folder: Path, progress: Progress
+    graph: LoweredGraph, chunks: Sequence[Batch], feeds_back: bool, threads: int, folder: Path, progress: Progress
 ) -> dict[int, _Moments]:
     """Moments of each slot, by its number."""
     found: dict[int, _Moments] = {}
@@ -158,7 +171,7 @@ def _measure(
             progress.advance(position - begin)
             begin, step = position, interpreter.steps[position]
             slot = int(step.attributes["slot"])
-            moments = found.setdefault(slot, _Moments(graph.kv_slots[slot], step.module))
+            moments = found.setdefault(slot, _Moments(graph.kv_slots[slot], step.module, feeds_back))
             first = partial(moments.add_keys, chunks, float(step.attributes["scale"]))
             interpreter.visit(position, moments.add_queries if moments.queries else first)
         activations.clear()
@@ -167,10 +180,14 @@ def _measure(
 
 @dataclass
 class _Moments:
-    """Sums over tokens of the keys and queries of a slot, and of their squares; keys times what they count."""
+    """Sums over tokens of the keys and queries of a slot, and of their squares; keys times what they count.
+
+    Where errors are fed back also those of the products of two dims of a query.
+    """
 
     slot: KvSlot
     module: str
+    feeds_back: bool
     queries: int = 0
     sums: dict[str, Floats64] = field(default_factory=dict)
 
@@ -193,6 +210,10 @@ class _Moments:
         assert q is not None, "attention has queries"
         grouped = self._grouped(q)
         self._add("q", grouped.transpose(0, 2, 1, 3).reshape(-1, self.slot.kv_heads, self.slot.key_dim))
+        if self.feeds_back:
+            rows = grouped.transpose(1, 0, 2, 3).reshape(self.slot.kv_heads, -1, self.slot.key_dim)
+            with single_threaded():
+                self.sums["qq"] = self.sums.get("qq", 0.0) + rows.transpose(0, 2, 1) @ rows
         self.queries += q.shape[0] * grouped.shape[2]
 
     def _grouped(self, q: NDArray[Any]) -> Floats64:
@@ -207,11 +228,13 @@ class _Moments:
             self.sums[key] = self.sums.get(key, 0.0) + value
 
     def constants(self) -> dict[str, Floats]:
-        """key_center and key_scale; see ``_scale``."""
-        return {
-            "key_center": self._mean().astype(np.float32),
-            "key_scale": _scale(np.sqrt(self.sums["q2"] / self.queries), self._deviation()),
-        }
+        """key_center, key_scale (see ``_scale``), and key_feedback where it is wanted."""
+        exponents = FED_BACK_EXPONENTS if self.feeds_back else EXPONENTS
+        scale = _scale(np.sqrt(self.sums["q2"] / self.queries), self._deviation(), exponents)
+        made = {"key_center": self._mean().astype(np.float32), "key_scale": scale}
+        if self.feeds_back:
+            made["key_feedback"] = _feedback(self.sums["qq"], scale)
+        return made
 
     def facts(self) -> dict[str, float]:
         """The share of the energy of keys that is in their means."""
@@ -250,13 +273,33 @@ def _importance(queries: Floats64, keys: Floats64, scale: float) -> Floats64:
     return np.asarray(counts + LEAST_SHARE * counts.mean(0) + 1e-9)
 
 
-def _scale(weight: Floats64, deviation: Floats64) -> Floats:
-    """Factors [kv_heads, dim] by which the noise of codes does least harm.
+def _scale(weight: Floats64, deviation: Floats64, exponents: tuple[float, float]) -> Floats:
+    """Factors [kv_heads, dim] by which the noise of codes does least harm: weight^a / deviation^b.
 
     Rotated, all dims get the same noise, in proportion to sum (deviation * s)^2; it then counts as much as the sum of
-    (weight / s)^2. The product of the two is least where s^2 is weight / deviation.
+    (weight / s)^2. The product of the two is least where s^2 is weight / deviation. Where errors are fed back, noise
+    counts by the determinant of the moments of queries, which scales do not change, and it is least where the
+    deviations are alike; between the two is what was found to be best.
     """
     least = 1e-6 * max(float(deviation.max()), float(weight.max()), 1e-30)
-    s = np.sqrt(np.maximum(weight, least) / np.maximum(deviation, least))
+    s = np.maximum(weight, least) ** exponents[0] / np.maximum(deviation, least) ** exponents[1]
     s /= np.exp(np.log(s).mean(-1, keepdims=True))
     return np.clip(s, 1 / REACH, REACH).astype(np.float32)
+
+
+def _feedback(moments: Floats64, scale: Floats) -> Floats:
+    """What dims take of the error of one before them [kv_heads, dim, dim], of second moments of queries.
+
+    For each head the inverse of the moments, of queries as they meet stored keys, is U^T U with U upper triangular.
+    Row d of U over U[d, d] is what the dims from d on have to lose for an error of 1 of dim d, if that is to change
+    scores least: GPTQ's (Frantar et al., 2022) way to round a row of weights.
+    """
+    dims = scale.shape[-1]
+    turn, s = rotate(np.eye(dims, dtype=np.float32)).astype(np.float64), scale.astype(np.float64)
+    made = np.empty(moments.shape, np.float32)
+    with single_threaded():
+        for head, turned in enumerate(turn @ (moments / s[:, :, None] / s[:, None, :]) @ turn):
+            mean = float(np.diagonal(turned).mean()) or 1.0
+            factor = np.linalg.cholesky(np.linalg.inv(turned + DAMPING * mean * np.eye(dims))).T
+            made[head] = factor / np.diagonal(factor)[:, None]
+    return np.triu(made)

@@ -13,7 +13,7 @@ OP = Op(
         "chunk": int,
         "softcap": float,
     },
-    stored_inputs=("key_center?", "key_scale?", "value_center?", "value_scale?"),
+    stored_inputs=("key_center?", "key_scale?", "value_center?", "value_scale?", "key_feedback?"),
     rtol=1e-5,
     atol=1e-5,
 )
@@ -34,4 +34,6 @@ number of cached tokens plus the number of ancestors.
 what is rounded: the cache holds (k - key_center) * key_scale, and the same of v. All ops on a slot have the same ones.
 Scores then lack scale * q.key_center, the same for all positions, so that only softcaps and sinks have to know of it;
 weights add up to 1 (less the sink's), so value_center comes back at the end.
+
+``key_feedback`` [Hkv, Dk, Dk], of rotated dims, says how keys of float8_e4m3 are rounded; see ``storage.round_trip``.
 """

@@ -39,7 +39,7 @@ class AttentionParams(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in (
                 *("given_q", "q", "k", "v", "y", "sinks", "slopes"),
-                *("key_center", "key_scale", "value_center", "value_scale"),
+                *("key_center", "key_scale", "value_center", "value_scale", "key_feedback"),
                 *("turned", "shifts", "part_values", "part_sums"),
                 *("keys", "values", "key_scales", "value_scales"),
                 *("position_ids", "cu_seqlens", "num_computed", "block_tables", "tree_mask"),
@@ -55,6 +55,7 @@ class AttentionParams(ctypes.Structure):
             for name in (
                 *("sinks_kind", "slopes_kind"),
                 *("key_center_kind", "key_scale_kind", "value_center_kind", "value_scale_kind"),
+                "key_feedback_kind",
                 *("heads", "kv_heads", "group", "key_dim", "value_dim", "key_width", "value_width"),
                 *("q_dim", "q_vectors", "writes", "sequences", "max_blocks", "tree_words", "block_size"),
                 *("short_rows", "part_rows", "max_units", "window", "chunk"),
@@ -152,7 +153,7 @@ def _short(dtype: str) -> str:
 
 def _params(call: Call) -> tuple[AttentionParams, bool]:
     """The params, and whether logits are more than multiples of products."""
-    inputs: list[Tensor | None] = [*call.inputs, *[None] * (9 - len(call.inputs))]
+    inputs: list[Tensor | None] = [*call.inputs, *[None] * (10 - len(call.inputs))]
     q, k, v, sinks, slopes, *stored = inputs
     assert q is not None and k is not None and v is not None
     y, attributes, batch = call.outputs[0], call.attributes, call.batch
@@ -166,7 +167,7 @@ def _params(call: Call) -> tuple[AttentionParams, bool]:
         setattr(p, "given_q" if name == "given" else name, tensor.address)
         setattr(p, f"{name}_token", tensor.strides[0])
         setattr(p, f"{name}_head", tensor.strides[1])
-    sides = ("sinks", "slopes", "key_center", "key_scale", "value_center", "value_scale")
+    sides = ("sinks", "slopes", "key_center", "key_scale", "value_center", "value_scale", "key_feedback")
     for name, side in zip(sides, (sinks, slopes, *stored), strict=True):
         if side is not None:
             setattr(p, name, side.address)

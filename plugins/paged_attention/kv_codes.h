@@ -170,7 +170,7 @@ LLMC_INLINE std::uint8_t encode(float x, e4m3) {
   return static_cast<std::uint8_t>((bits >> 24 & 0x80) | (magnitude < 0x3c800000 ? subnormal : normal));
 }
 
-// What a magnitude of the code of x stands for.
+// What the code of the magnitude of x stands for.
 LLMC_INLINE float decoded(float x, e4m3) {
   const std::uint32_t magnitude = std::bit_cast<std::uint32_t>(x) & 0x7fffffff;
   const std::uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1)) & ~0xfffffu;
@@ -178,13 +178,16 @@ LLMC_INLINE float decoded(float x, e4m3) {
   return magnitude < 0x3c800000 ? subnormal : std::bit_cast<float>(normal);
 }
 
-// By what codes of a row have to be multiplied, so that their error has no part along the row; sums of exact products.
-inline float along(const float* x, std::int64_t n, float inverse) {
+// What the code of x stands for.
+LLMC_INLINE float nearest(float x, e4m3) { return std::copysign(decoded(std::clamp(x, -448.0f, 448.0f), e4m3{}), x); }
+
+// By what the codes of y have to be multiplied, so that what makes them differ from x has no part along x; sums of exact
+// products.
+inline float along(const float* x, const float* y, std::int64_t n) {
   double own[4] = {}, shared[4] = {};
   for (std::int64_t i = 0; i < n; ++i) {
-    const float y = std::abs(x[i] * inverse);
-    own[i % 4] += static_cast<double>(y) * y;
-    shared[i % 4] += static_cast<double>(y) * decoded(y, e4m3{});
+    own[i % 4] += static_cast<double>(x[i]) * x[i];
+    shared[i % 4] += static_cast<double>(x[i]) * nearest(y[i], e4m3{});
   }
   return static_cast<float>((own[0] + own[1] + own[2] + own[3]) / (shared[0] + shared[1] + shared[2] + shared[3]));
 }
@@ -263,20 +266,27 @@ LLMC_INLINE float best_reach(const float* x, std::int64_t n, float most) {
   return best;
 }
 
-// Codes of a row, and its scale: NaN if a number is not finite.
+// Divides a row by its scale, which is given back; codes then are the nearest numbers. NaN, and zeros in the row, if a
+// number is not finite. The memory behind x is read up to a multiple of 16.
 template <class T>
-float encode_row(const float* x, std::int64_t n, std::uint8_t* codes) {
+float scale_row(float* x, std::int64_t n) {
   const Bounds bounds = bounds_of(x, n);
   const float most = std::max(-bounds.least, bounds.largest);
   if (!bounds.finite || most < kSmallest) {
-    std::fill_n(codes, n, std::uint8_t{0});
+    std::fill_n(x, n, 0.0f);
     return bounds.finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
-  const float reach = std::is_same_v<T, e4m3> ? best_reach(x, n, most) : 127.0f;
-  const float inverse = reach / most, scale = most / reach;
-  for (std::int64_t i = 0; i < n; ++i) codes[i] = encode(x[i] * inverse, T{});
-  if constexpr (std::is_same_v<T, e4m3>) return scale * along(x, n, inverse);
-  return scale;
+  const float reach = std::is_same_v<T, e4m3> ? best_reach(x, n, most) : 127.0f, inverse = reach / most;
+  for (std::int64_t i = 0; i < n; ++i) x[i] *= inverse;
+  return most / reach;
+}
+
+// Codes of a row, which is divided by its scale, and that scale.
+template <class T>
+float encode_row(float* x, std::int64_t n, std::uint8_t* codes) {
+  const float scale = scale_row<T>(x, n);
+  for (std::int64_t i = 0; i < n; ++i) codes[i] = encode(x[i], T{});
+  return std::is_same_v<T, e4m3> && scale > 0 ? scale * along(x, x, n) : scale;
 }
 
 struct GroupScale {

@@ -7,6 +7,7 @@
 #include "amx_rows.h"
 #include "job_list.h"
 #include "vector_rows.h"
+#include "write_rows.h"
 
 namespace llmc::LLMC_ISA {
 namespace {
@@ -54,8 +55,9 @@ class PagedAttention : public Kernel {
 
  private:
   const KvSlot& check(const Context& context) const {
-    require(context.in.size() >= 5 && context.in.size() <= 9 && context.out.size() == 1,
-            "expected q, k, v, sinks?, slopes?, key_center?, key_scale?, value_center?, value_scale? -> y");
+    require(context.in.size() >= 5 && context.in.size() <= 10 && context.out.size() == 1,
+            "expected q, k, v, sinks?, slopes?, key_center?, key_scale?, value_center?, value_scale?, key_feedback? -> "
+            "y");
     require(slot_ >= 0 && slot_ < static_cast<std::int64_t>(context.kv.slots.size()), "no such slot");
     const KvSlot& slot = context.kv.slots[static_cast<std::size_t>(slot_)];
     const Tensor &q = context.in[0], &k = context.in[1], &v = context.in[2], &y = context.out[0];
@@ -76,12 +78,18 @@ class PagedAttention : public Kernel {
       require(x->dtype == DType::f32 && x->ndim == 1 && x->shape[0] == q.shape[1],
               "sinks and slopes must be float32 [heads]");
     }
-    for (std::size_t i = 5; i < context.in.size(); ++i) {
+    for (std::size_t i = 5; i < std::min(context.in.size(), kKeyFeedback); ++i) {
       const Tensor& x = context.in[i];
       const std::int64_t dims = i < kValueShift ? slot.key_dim : slot.value_dim;
       require(!x || (x.dtype == DType::f32 && x.ndim == 2 && x.shape[0] == slot.kv_heads && x.shape[1] == dims &&
                      (dims == 1 || x.stride[1] == 1)),
               "centers and scales must be float32 [kv_heads, dim], contiguous in dim");
+    }
+    if (context.in.size() > kKeyFeedback && context.in[kKeyFeedback]) {
+      const Tensor& x = context.in[kKeyFeedback];
+      require(fits(x, slot.kv_heads, slot.key_dim, slot.key_dim) && x.stride[0] == slot.key_dim * slot.key_dim &&
+                  x.stride[1] == slot.key_dim && (slot.key_dim == 1 || x.stride[2] == 1),
+              "key_feedback must be float32 [kv_heads, key_dim, key_dim], contiguous");
     }
     require(context.kv.block_size % kLanes == 0, "the block size must be a multiple of 16");
     return slot;
@@ -128,11 +136,10 @@ class PagedAttention : public Kernel {
   template <class T>
   void write(const Context& context, const KvSlot& slot) const {
     const CacheView<T> cache(context.kv, slot);
-    const std::int64_t dims = std::max(slot.key_dim, slot.value_dim), bytes = RowBuffer::bytes(dims);
+    const std::int64_t bytes = write_bytes(context, cache);
     std::byte* buffers = context.scratch.array<std::byte>(context.pool.size() * bytes);
     const auto range = [&](std::int64_t begin, std::int64_t end, int thread) {
-      const RowBuffer buffer(buffers + thread * bytes, dims);
-      write_rows(cache, context, begin, end, buffer);
+      write_rows(cache, context, begin, end, buffers + thread * bytes);
     };
     const std::int64_t rows = context.batch.tokens;
     if (rows * slot.kv_heads * (slot.key_dim + slot.value_dim) < kAlone / 4) {

@@ -127,7 +127,10 @@ def samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def stored_samples(rng: np.random.Generator) -> Iterator[Sample]:
-    """Centers and scales, all of them and some, where the softmax sees none of it, and with softcaps and sinks."""
+    """Centers and scales, all of them and some, where the softmax sees none of it, and with softcaps and sinks.
+
+    Then feedback of the errors of keys.
+    """
     plain: dict[str, object] = {"slot": 0, "write": True, "scale": 0.25, "window": 0, "chunk": 0, "softcap": 0.0}
     lengths = ((0, 5), (33, 7), (300, 1), (130, 19))
     for number, shape in enumerate(((4, 4, 16, 16), (6, 2, 24, 40), (9, 3, 64, 64), (2, 1, 7, 5))):
@@ -141,6 +144,11 @@ def stored_samples(rng: np.random.Generator) -> Iterator[Sample]:
             )
             for stored in ((*keys, *values), (keys[0], None, values[0], None), (None, keys[1]), (None,) * 3):
                 yield Sample((*sample.inputs, *stored), sample.attributes, sample.context)
+    for shape in ((9, 3, 64, 64), (2, 1, 7, 5)):
+        sample = _sample(rng, lengths, shape, plain, sinks=False, slopes=False)
+        shares = rng.uniform(-0.3, 0.3, (shape[1], shape[2], shape[2]))
+        feedback = (np.triu(shares, 1) + np.eye(shape[2])).astype(np.float32)
+        yield Sample((*sample.inputs, *(None,) * 4, feedback), sample.attributes, sample.context)
 
 
 def _sample(

@@ -66,9 +66,26 @@ DEV float best_reach(const float* x, float most) {
   return best;
 }
 
-// A row of a head: the warp's numbers to codes. Gives the scale.
+// Numbers of E4M3 in place of the warp's, dim after dim, whose errors those behind it make up for.
+template <int COUNT>
+DEV void feed_back(float* x, int dims, const void* feedback, int kind, int64_t first) {
+  int lane = threadIdx.x % 32;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    for (int d = 32 * i; d < min(32 * i + 32, dims); ++d) {
+      float given = __shfl_sync(FULL_WARP, x[i], d % 32), error = given - to_f(round_to<E4M3>(given));
+      UNROLL for (int j = i; j < COUNT; ++j) {
+        int at = lane + 32 * j;
+        if (at < dims) x[j] -= error * side(feedback, kind, first + static_cast<int64_t>(d) * dims + at);
+      }
+    }
+  }
+}
+
+// A row of a head: the warp's numbers to codes, those of keys perhaps with feedback from place `first` on. Gives the
+// scale.
 template <class KV, int COUNT>
-DEV float encode(const float* x, KV* to, int dims, int width) {
+DEV float encode(const float* x, KV* to, int dims, int width, const void* feedback = nullptr, int kind = 0,
+                 int64_t first = 0) {
   int lane = threadIdx.x % 32;
   float factor = 1.0f, scale = 1.0f;
   if constexpr (SCALED<KV>) {
@@ -86,16 +103,21 @@ DEV float encode(const float* x, KV* to, int dims, int width) {
     factor = stored ? reach / most : 0.0f;
     scale = stored ? most / reach : finite ? 0.0f : uint_as_float(0x7fc00000u);
   }
-  float own = 0.0f, shared = 0.0f;
+  float y[COUNT], rounded[COUNT], own = 0.0f, shared = 0.0f;
+  UNROLL for (int i = 0; i < COUNT; ++i) {
+    y[i] = rounded[i] = lane + 32 * i >= dims || factor == 0.0f ? 0.0f : x[i] * factor;
+  }
+  if constexpr (SAME<KV, E4M3>) {
+    if (feedback) feed_back<COUNT>(rounded, dims, feedback, kind, first);
+  }
   UNROLL for (int i = 0; i < COUNT; ++i) {
     int d = lane + 32 * i;
     if (d >= width) continue;
-    float y = d >= dims || factor == 0.0f ? 0.0f : x[i] * factor;
-    KV code = round_to<KV>(y);
+    KV code = round_to<KV>(rounded[i]);
     to[d] = code;
     if constexpr (SAME<KV, E4M3>) {
-      own = fma_(y, y, own);
-      shared = fma_(y, to_f(code), shared);
+      own = fma_(y[i], y[i], own);
+      shared = fma_(y[i], to_f(code), shared);
     }
   }
   if constexpr (SAME<KV, E4M3>) {
@@ -150,6 +172,7 @@ DEV void attention_store(const AttentionParams& p) {
   int64_t place = place_of(p, sequence, kv_head, sequence.past + token - sequence.first);
   int width = key ? p.key_width : p.value_width;
   KV* to = static_cast<KV*>(key ? p.keys : p.values) + place * width;
-  float scale = encode<KV, COUNT>(x, to, dims, width);
+  float scale = encode<KV, COUNT>(x, to, dims, width, key ? p.key_feedback : nullptr, p.key_feedback_kind,
+                                  static_cast<int64_t>(kv_head) * dims * dims);
   if (SCALED<KV> && lane == 0) static_cast<float*>(key ? p.key_scales : p.value_scales)[place] = scale;
 }

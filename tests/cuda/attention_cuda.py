@@ -123,8 +123,8 @@ _NAMES = ("keys", "values", "key scales", "value scales")
 
 
 def _sides(sinks: Array | None, slopes: Array | None, stored: Sequence[Array | None]) -> list[tuple[str, Array | None]]:
-    names = ("sinks", "slopes", "key_center", "key_scale", "value_center", "value_scale")
-    return list(zip(names, (sinks, slopes, *stored, *(None,) * (4 - len(stored))), strict=True))
+    names = ("sinks", "slopes", "key_center", "key_scale", "value_center", "value_scale", "key_feedback")
+    return list(zip(names, (sinks, slopes, *stored, *(None,) * (5 - len(stored))), strict=True))
 
 
 def _spare(rows: Rows, name: str, count: int) -> list[Array]:
@@ -160,12 +160,13 @@ def rows_of(sample: Sample, dtype: str) -> tuple[list[Rows], list[Rows]]:
 def expected_of(sample: Sample, dtype: str, kv: str) -> Expected:
     """What the reference makes of a sample if keys and values are what comes back from the cache."""
     kind, step = NUMPY[dtype], sample.context
-    stored = (*sample.inputs[5:], *(None,) * (9 - len(sample.inputs)))
+    stored = (*sample.inputs[5:], *(None,) * (10 - len(sample.inputs)))
 
     def back(x: Array, keys: bool) -> Array:
-        center, scale = stored[:2] if keys else stored[2:]
+        center, scale, feedback = (*stored[:2], stored[4]) if keys else (*stored[2:4], None)
         given = np.asarray(x).astype(kind).astype(np.float32)
-        return storage.round_trip(given, kv, keys=keys, center=center, scale=scale).astype(np.float64)
+        found = storage.round_trip(given, kv, keys=keys, center=center, scale=scale, feedback=feedback)
+        return found.astype(np.float64)
 
     cache = {key: (back(k, True), back(v, False)) for key, (k, v) in step.cache.items()}
     q, k, v = (a.astype(kind).astype(np.float32) for a in sample.inputs[:3])

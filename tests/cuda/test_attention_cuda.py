@@ -43,10 +43,10 @@ def test_samples(dtype: str) -> None:
     [("bfloat16", "float8_e4m3"), ("float16", "int8"), ("bfloat16", "float16"), ("bfloat16", "bfloat16")],
 )
 def test_what_the_cache_makes_of_keys_and_values(dtype: str, kv: str) -> None:
-    """Codes and scales, rotated keys, centers and scales of dims."""
+    """Codes and scales, rotated keys, centers and scales of dims, errors that are fed back."""
     samples = [*reference.samples(np.random.default_rng(8)), *reference.stored_samples(np.random.default_rng(9))]
     chosen = {
-        "float8_e4m3": (1, 54, 56, 60, 65),
+        "float8_e4m3": (1, 54, 56, 60, 65, 88, 89),
         "int8": (9, 61, 81),
         "float16": (7, 62),
         "bfloat16": (57, 60, 65, 73, 81),

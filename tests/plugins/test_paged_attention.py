@@ -303,6 +303,7 @@ def test_only_the_sequences_own_slots_are_written() -> None:
         ({"k": (3, 2, 15)}, "k must"),
         ({"y": (3, 4, 8)}, "y must"),
         ({"key_center": (2, 8)}, "centers and scales must"),
+        (dict.fromkeys("abcd", (2, 16)) | {"key_feedback": (2, 16, 8)}, "key_feedback must"),
     ],
     ids=str,
 )
