@@ -181,8 +181,8 @@ LLMC_INLINE float decoded(float x, e4m3) {
 // What the code of x stands for.
 LLMC_INLINE float nearest(float x, e4m3) { return std::copysign(decoded(std::clamp(x, -448.0f, 448.0f), e4m3{}), x); }
 
-// By what the codes of y have to be multiplied, so that what makes them differ from x has no part along x; sums of exact
-// products.
+// By what the codes of y have to be multiplied, so that what makes them differ from x has no part along x; sums of
+// exact products.
 inline float along(const float* x, const float* y, std::int64_t n) {
   double own[4] = {}, shared[4] = {};
   for (std::int64_t i = 0; i < n; ++i) {

@@ -82,6 +82,12 @@ def test_a_constant_part_of_the_keys_costs_nothing(tmp_path: Path) -> None:
         assert ("int4, less means" in (tmp_path / name / "report.html").read_text()) is found
         seen = describe(load_engine(tmp_path / name))
         assert (seen["kv_dtype"], seen["kv_centred"]) == ("int4", "yes" if found else "no")
+    for name, fed_back in (("int4", False), ("float8_e4m3", True)):
+        weights = describe(load_engine(tmp_path / name))["weights"]
+        assert weights["kv_cache.1.key_scale"]["shape"] == [2, 16]
+        assert ("kv_cache.1.key_feedback" in weights) is fed_back
+    feedback = load_engine(tmp_path / "float8_e4m3").weights["kv_cache.1.key_feedback"].array
+    assert (np.triu(feedback) == feedback).all() and (np.diagonal(feedback, axis1=1, axis2=2) == 1).all()
     assert report["kv_cache"]["tokens"] >= 256
     assert all(slot["key_mean_share"] > 0.5 for slot in report["kv_cache"]["slots"])
 
