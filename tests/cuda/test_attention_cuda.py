@@ -209,6 +209,22 @@ def test_stored_values_are_those_of_the_cpu() -> None:
     np.testing.assert_allclose(found[..., :40], expected, rtol=1e-6)
 
 
+def test_keys_whose_errors_are_fed_back_are_those_of_the_cpu() -> None:
+    rng = np.random.default_rng(9)
+    shares = np.triu(rng.uniform(-0.3, 0.3, (2, 64, 64)), 1) + np.eye(64)
+    feedback = shares.astype(np.float32)
+    with Emulator() as device:
+        rows = random_rows(rng, (2, 2, 64, 16), 20, "bfloat16")
+        pool = Pool(device, (2, 64, 16), "float8_e4m3", (20,), stored=(None, None, None, None, feedback))
+        pool.store([rows])
+        table = pool.tables[0]
+        codes = device.get(pool.cache.keys, (3, 2, 16, 64), "float8_e4m3fn")[table].astype(np.float32)
+        scales = device.get(pool.cache.key_scales, (3, 2, 16), "float32")[table]
+    found = (codes * scales[..., None]).transpose(0, 2, 1, 3).reshape(32, 2, 64)[:20]
+    expected = storage.round_trip(rows.k.astype(np.float32), "float8_e4m3", keys=True, feedback=feedback)
+    np.testing.assert_allclose(storage.rotate(found), expected, 1e-5, 1e-5)
+
+
 def test_rows_that_are_not_finite() -> None:
     """A key that is no number makes NaN of the rows that see it, in caches of codes too; zeros are stored as such."""
     heads = (2, 1, 16, 16)
