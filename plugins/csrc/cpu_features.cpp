@@ -16,9 +16,10 @@
 namespace llmc {
 namespace {
 
-// Ascending on either machine; each level has all instructions of those before it.
-constexpr const char* kLevels[] = {"scalar", "avx2", "avx512",  "avx512vnni", "avx512bf16",
-                                   "amx",    "neon", "dotprod", "i8mm"};
+// Ascending on either machine; each level has all instructions of those before it, but avx512, which has every op,
+// does not have those of avxvnni.
+constexpr const char* kLevels[] = {"scalar",     "avx2", "avxvnni", "avx512",  "avx512vnni",
+                                   "avx512bf16", "amx",  "neon",    "dotprod", "i8mm"};
 
 // AMX: tile, bf16 and int8 instructions in cpuid, tile state enabled by the system (xgetbv bits 17 and 18), and granted
 // to this process, which has to ask once before it makes threads.
@@ -42,6 +43,8 @@ bool runs_here(const std::string& level) {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (level == "avx2") return avx2;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (level == "avxvnni") return avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1) != 0;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (level == "avx512") return avx512;

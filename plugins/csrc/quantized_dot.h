@@ -132,8 +132,17 @@ LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
 
 #elif defined(__AVX2__)
 
+typedef std::int32_t int_half __attribute__((vector_size(32)));
+
+struct i32x8 {
+  int_half v;  // not __m256i, as above
+
+  i32x8() = default;
+  LLMC_INLINE i32x8(__m256i x) : v((int_half)x) {}
+  LLMC_INLINE operator __m256i() const { return (__m256i)v; }
+};
 struct i32x16 {
-  __m256i lo, hi;
+  i32x8 lo, hi;
 };
 LLMC_INLINE i32x16 zero_ints() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 LLMC_INLINE i32x16 broadcast_int(std::int32_t n) { return {_mm256_set1_epi32(n), _mm256_set1_epi32(n)}; }
@@ -156,6 +165,37 @@ LLMC_INLINE void store_codes(std::int8_t* p, i32x16 x) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
 }
+
+#if defined(__AVXVNNI__)
+
+template <Format F>
+constexpr std::int64_t kQuadBytes = 4;
+
+template <Format F>
+struct Line {
+  __m256i first[2], second[2];
+
+  LLMC_INLINE explicit Line(const std::byte* p) {
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i bytes = load_int(p + 32 * i);
+      first[i] = F == Format::int8 ? bytes : _mm256_and_si256(bytes, low);
+      second[i] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+    }
+  }
+};
+template <Format F>
+LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
+  const __m256i a = _mm256_set1_epi32(load_word(x));
+  sum = {_mm256_dpbusd_avx_epi32(sum.lo, line.first[0], a), _mm256_dpbusd_avx_epi32(sum.hi, line.first[1], a)};
+  if constexpr (F == Format::int4) {
+    const __m256i b = _mm256_set1_epi32(load_word(x + 4));
+    sum = {_mm256_dpbusd_avx_epi32(sum.lo, line.second[0], b), _mm256_dpbusd_avx_epi32(sum.hi, line.second[1], b)};
+  }
+  return sum;
+}
+
+#else
 
 template <Format F>
 constexpr std::int64_t kQuadBytes = F == Format::int8 ? 8 : 4;
@@ -193,6 +233,8 @@ LLMC_INLINE i32x16 dot(i32x16 sum, const Line<F>& line, const std::byte* x) {
   return {dot_half<F>(sum.lo, line.first[0], line.second[0], a, b),
           dot_half<F>(sum.hi, line.first[1], line.second[1], a, b)};
 }
+
+#endif
 
 #elif !defined(LLMC_NEON)
 
