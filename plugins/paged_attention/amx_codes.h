@@ -4,12 +4,12 @@
 #ifdef __AMX_BF16__
 #include <immintrin.h>
 
-#include "amx_pages.h"
+#include "pair_weights.h"
 
 namespace llmc::LLMC_ISA {
 
 constexpr float kPartFactor = 128.0f;  // what the high bytes count
-constexpr float kMostQuery = 127 * 128, kMostWeight = 255 * 128 + 127;
+constexpr float kMostQuery = 127 * 128;
 
 // Four rows of 16 bytes as 16 quads, one byte of each.
 LLMC_INLINE void store_quads(__m512i rows, std::int8_t* out) {
@@ -43,39 +43,9 @@ LLMC_INLINE f32x16 join_parts(const float* high, const float* low) {
   return fmadd(a, broadcast(kPartFactor), b);
 }
 
-// By what numbers up to `most` in magnitude are multiplied to become parts, and what makes numbers of these; that is
-// NaN if one is not finite.
-struct PartScale {
-  float inverse = 0, factor = 0;
-
-  LLMC_INLINE PartScale(float most, float largest) {
-    if (!(most <= std::numeric_limits<float>::max())) {
-      factor = std::numeric_limits<float>::quiet_NaN();
-    } else if (most >= kSmallest) {
-      inverse = largest / most;
-      factor = most / largest;
-    }
-  }
-};
-
-// The larger magnitude, where NaN is the largest.
-LLMC_INLINE f32x16 larger_magnitude(f32x16 a, f32x16 b) {
-  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(abs(b).v)))};
-}
-LLMC_INLINE float reduce_magnitude(f32x16 x) {
-  return std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_castps_si512(x.v)));
-}
-LLMC_INLINE void store_bytes(void* p, __m512i x) {
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
-}
-
 // Splits a query into its parts [2][depth], what is behind its dims being 0; gives the factor of its sums.
 inline float split_query(const float* x, std::int64_t dims, std::int64_t depth, std::int8_t* parts) {
-  f32x16 most = zero();
-  for (std::int64_t d = 0; d < dims; d += kLanes) {
-    most = larger_magnitude(most, load(x + d, static_cast<int>(std::min<std::int64_t>(kLanes, dims - d))));
-  }
-  const PartScale scale(reduce_magnitude(most), kMostQuery);
+  const PartScale scale(largest_magnitude(x, dims), kMostQuery);
   std::memset(parts, 0, static_cast<std::size_t>(2 * depth));
   for (std::int64_t d = 0; d < dims && scale.inverse != 0; d += kLanes) {
     const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, dims - d));
@@ -85,45 +55,6 @@ inline float split_query(const float* x, std::int64_t dims, std::int64_t depth, 
     store_bytes(parts + depth + d, _mm512_sub_epi32(q, _mm512_slli_epi32(high, 7)));
   }
   return scale.factor;
-}
-
-// Weights of R rows as soften_to_bf16 makes them, each split into its parts [R][2][kTile], relative to the largest of
-// the row; the factors of the sums over them.
-template <int R>
-LLMC_INLINE void soften_to_parts(float* scores, std::uint8_t* weights, int begin, int end, const Logit& logit,
-                                 float distance, const float* factors, float* top, float* total, float* factor) {
-  const int first = begin / kLanes * kLanes;
-  const f32x16 scale = broadcast(find_largest<R>(scores, begin, end, first, end, logit, distance, top));
-  f32x16 sum[R], most[R], least[R];
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) sum[r] = most[r] = zero(), least[r] = broadcast(-top[r]);
-  for (int j = first; j < end; j += kLanes) {
-    const bool partial = j < begin || j + kLanes > end;
-    const f32x16 f = partial ? select(lanes_between(begin, end, j), load(factors + j), zero()) : load(factors + j);
-    LLMC_UNROLL
-    for (int r = 0; r < R; ++r) {
-      float* place = scores + r * kTile + j;
-      f32x16 x = rough_power(fmadd(load(place), scale, least[r]));
-      if (partial) x = select(lanes_between(begin, end, j), x, zero());
-      sum[r] = sum[r] + x;
-      x = x * f;
-      most[r] = larger_magnitude(most[r], x);
-      store(place, x);
-    }
-  }
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) {
-    total[r] = reduce_add(sum[r]);
-    const PartScale parts(reduce_magnitude(most[r]), kMostWeight);
-    factor[r] = parts.factor;
-    std::uint8_t* out = weights + r * 2 * kTile;
-    const f32x16 inverse = broadcast(parts.inverse);
-    for (int j = first; j < end; j += kLanes) {
-      const __m512i w = _mm512_cvtps_epi32((load(scores + r * kTile + j) * inverse).v);
-      store_bytes(out + j, _mm512_srli_epi32(w, 7));
-      store_bytes(out + kTile + j, _mm512_and_si512(w, _mm512_set1_epi32(127)));
-    }
-  }
 }
 
 }  // namespace llmc::LLMC_ISA

@@ -274,8 +274,9 @@ class AmxRows : public JobRows<T> {
     }
     float *scores = scores_ + r * kTile, *largest = seen.largest + r, *sum = seen.sum + r;
     if constexpr (kInteger) {
-      constexpr decltype(&soften_to_parts<1>) run[] = {nullptr, soften_to_parts<1>, soften_to_parts<2>,
-                                                       soften_to_parts<3>, soften_to_parts<4>};
+      constexpr decltype(&soften_to_integers<1, Weight>) run[] = {
+          nullptr, soften_to_integers<1, Weight>, soften_to_integers<2, Weight>, soften_to_integers<3, Weight>,
+          soften_to_integers<4, Weight>};
       join_scores(row, r, alike, part);
       run[alike](scores, weights, part.begin, part.end, logit, distance, factors_, largest, sum, weight_factors_ + r);
     } else {

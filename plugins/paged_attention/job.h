@@ -59,6 +59,29 @@ struct TilePart {
   }
 };
 
+// Rows that share a load, and how many accumulators the registers hold.
+#if defined(__AVX512F__)
+constexpr int kRowBlock = 6, kAccumulators = 24;
+#elif defined(__AVX2__) || defined(LLMC_NEON)
+constexpr int kRowBlock = 6, kAccumulators = 6;
+#else
+constexpr int kRowBlock = 3, kAccumulators = 3;
+#endif
+
+// Vectors that R rows take at a time: 8, 4, 2 or 1.
+constexpr int vectors_for(int rows) {
+  int n = 8;
+  while (n > 1 && n * rows > kAccumulators) n /= 2;
+  return n;
+}
+
+// Rows that are computed together, and the positions that any, or all of them see.
+struct RowBlock {
+  std::int64_t row = 0;
+  int rows = 0;
+  TilePart any, all{0, kTile};
+};
+
 // Multiplies what rows [rows][kTile] have for each position of a tile by a number of the position.
 LLMC_INLINE void scale_rows(float* x, std::int64_t rows, const TilePart& part, const float* scales) {
   for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {

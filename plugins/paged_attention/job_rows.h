@@ -124,6 +124,31 @@ class JobRows {
     }
   }
 
+  TilePart clipped(std::int64_t t, const TilePart& clip) const {
+    return {std::max(clip.begin, parts_[t].begin), std::min(clip.end, parts_[t].end)};
+  }
+
+  // Calls f for rows first .. last - 1 in blocks that are as even as possible: 8 rows are 4 and 4; and for what they
+  // see of positions `clip`.
+  template <class F>
+  void for_each_block(std::int64_t first, std::int64_t last, const TilePart& clip, F&& f) const {
+    const std::int64_t rows = last - first, count = (rows + kRowBlock - 1) / kRowBlock;
+    for (std::int64_t i = 0; i < count; ++i) {
+      RowBlock block;
+      block.row = first + rows * i / count;
+      const std::int64_t end = first + rows * (i + 1) / count;
+      block.rows = static_cast<int>(end - block.row);
+      for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
+        const TilePart part = clipped(t, clip);
+        block.any.join(part);
+        block.all.begin = std::max(block.all.begin, part.begin);
+        block.all.end = std::min(block.all.end, part.end);
+      }
+      if (block.all.begin >= block.all.end) block.all = {kTile, kTile};
+      f(block);
+    }
+  }
+
   // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to four at a time of those that see the
   // same.
   template <class F>

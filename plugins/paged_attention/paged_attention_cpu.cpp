@@ -6,6 +6,7 @@
 // not.
 #include "amx_rows.h"
 #include "job_list.h"
+#include "pair_rows.h"
 #include "vector_rows.h"
 #include "write_rows.h"
 
@@ -16,9 +17,13 @@ namespace {
 constexpr std::int64_t kAlone = 1 << 16;
 
 // What computes the rows of a job.
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__)
 template <class T>
 using Rows = std::conditional_t<std::is_same_v<T, bf16> || kQuantized<T>, AmxRows<T>, VectorRows<T>>;
+#elif defined(__AVX512BF16__)
+template <class T>
+using Rows = std::conditional_t<std::is_same_v<T, bf16> || std::is_same_v<T, i8> || std::is_same_v<T, i4>, PairRows<T>,
+                                VectorRows<T>>;
 #else
 template <class T>
 using Rows = VectorRows<T>;

@@ -1,28 +1,12 @@
 // Scores and weighted values of a few rows and one tile, with vector instructions. A row's scores are sums over the
 // dims in order, its values sums over its own visible positions in order, whatever the rows beside it.
 #pragma once
-#include "weights.h"
+#include "job.h"
 
 namespace llmc::LLMC_ISA {
 
-// Rows that share a load, and how many accumulators the registers hold.
-#if defined(__AVX512F__)
-constexpr int kRowBlock = 6, kAccumulators = 24;
-#elif defined(__AVX2__) || defined(LLMC_NEON)
-constexpr int kRowBlock = 6, kAccumulators = 6;
-#else
-constexpr int kRowBlock = 3, kAccumulators = 3;
-#endif
-
 // Key blocks that are scored for all rows before the next ones: what stays in the nearest cache.
 constexpr int kKeyBlocks = kTileBlocks / 2;
-
-// Vectors that R rows take at a time: 8, 4, 2 or 1.
-constexpr int vectors_for(int rows) {
-  int n = 8;
-  while (n > 1 && n * rows > kAccumulators) n /= 2;
-  return n;
-}
 
 struct Pairs {
   f32x16 even, odd;

@@ -5,13 +5,6 @@
 
 namespace llmc::LLMC_ISA {
 
-// Rows that are computed together, and the positions that any, or all of them see.
-struct RowBlock {
-  std::int64_t row = 0;
-  int rows = 0;
-  TilePart any, all{0, kTile};
-};
-
 template <class T>
 class VectorRows : public JobRows<T> {
   using Base = JobRows<T>;
@@ -109,29 +102,10 @@ class VectorRows : public JobRows<T> {
     weigh(values32, values32, step_.width, seen);
   }
 
-  // Rows first .. last - 1 in blocks that are as even as possible: 8 rows are 4 and 4; and what they see of positions
-  // `clip`.
   void find_blocks(std::int64_t first, std::int64_t last, const TilePart& clip) {
-    const std::int64_t rows = last - first;
     clip_ = clip;
-    block_count_ = (rows + kRowBlock - 1) / kRowBlock;
-    for (std::int64_t i = 0; i < block_count_; ++i) {
-      RowBlock& block = blocks_[i] = RowBlock();
-      block.row = first + rows * i / block_count_;
-      const std::int64_t end = first + rows * (i + 1) / block_count_;
-      block.rows = static_cast<int>(end - block.row);
-      for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
-        const TilePart part = clipped(t);
-        block.any.join(part);
-        block.all.begin = std::max(block.all.begin, part.begin);
-        block.all.end = std::min(block.all.end, part.end);
-      }
-      if (block.all.begin >= block.all.end) block.all = {kTile, kTile};
-    }
-  }
-
-  TilePart clipped(std::int64_t t) const {
-    return {std::max(clip_.begin, parts_[t].begin), std::min(clip_.end, parts_[t].end)};
+    block_count_ = 0;
+    this->for_each_block(first, last, clip, [&](const RowBlock& block) { blocks_[block_count_++] = block; });
   }
 
   void find_scales(int first, int last) {
@@ -235,7 +209,7 @@ class VectorRows : public JobRows<T> {
   void weigh_alone(std::int64_t row, const U* const* pages, std::int64_t dims, const TilePart& part,
                    float* values) const {
     if (part.begin >= part.end) return;
-    const TilePart own = clipped(row / step_.group);
+    const TilePart own = this->clipped(row / step_.group, clip_);
     const int begin = std::max(part.begin, own.begin), end = std::min(part.end, own.end);
     if (begin >= end) return;
     RowKernels<U>::weigh[1](scores_ + row * kTile, pages, pages, dims, begin, end, values + row * step_.width,

@@ -1,12 +1,18 @@
-// A tile of a quantized cache as bf16. Codes of 8 bits are exact in it, and their scales are kept apart; int4 is
-// rounded.
+// A tile of the cache as pairs of bf16, or of integers. Codes of 8 bits are exact, and their scales are kept apart;
+// int4 is rounded.
 #pragma once
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 #include <immintrin.h>
 
 #include "job.h"
 
 namespace llmc::LLMC_ISA {
+
+// Which of 32 numbers, the first ones of 16 pairs and then the second ones, stands where in the pairs.
+LLMC_INLINE __m512i pair_order() {
+  return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                          3, 18, 2, 17, 1, 16, 0);
+}
 
 // Pairs of bf16: of codes, which are exact, the upper halves.
 template <class T>
@@ -16,9 +22,7 @@ LLMC_INLINE __m512i pairs_of(const f32x16& even, const f32x16& odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.v), 16);
     return _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(odd.v), upper));
   } else {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return _mm512_permutexvar_epi16(order, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd.v, even.v)));
+    return _mm512_permutexvar_epi16(pair_order(), reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd.v, even.v)));
   }
 }
 
@@ -66,6 +70,47 @@ void pair_page(const T* page, const PageLayout& layout, std::int64_t dims, std::
   }
 }
 
+// 32 numbers as they are multiplied; those not in the mask are 0.
+LLMC_INLINE __m512i load_words(const bf16* p, __mmask32 mask) { return _mm512_maskz_loadu_epi16(mask, p); }
+LLMC_INLINE __m512i load_words(const i8* p, __mmask32 mask) {
+  return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, p));
+}
+LLMC_INLINE __mmask32 first_words(std::int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }
+
+// Pairs of dims, [ceil(dims / 2)][16][2], from a page of int8 keys.
+[[gnu::noinline]] inline void pair_key_words(const i8* page, std::int64_t dims, std::int16_t* out) {
+  for (std::int64_t d = 0; d < dims; d += 2) {
+    const __m512i words = load_words(page + d * kLanes, first_words((dims - d) * kLanes));
+    _mm512_storeu_si512(out + d * kLanes, _mm512_permutexvar_epi16(pair_order(), words));
+  }
+}
+
+// Pairs of the first, and of the last 16 of 32 numbers.
+LLMC_INLINE __m512i low_pairs(__m512i even, __m512i odd) {
+  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+LLMC_INLINE __m512i high_pairs(__m512i even, __m512i odd) {
+  const __m512i order = _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54, 22,
+                                         53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
+// Pairs of positions from a page of values: 16 dims of pair p at out + d / 16 * step + p * 32.
+template <class T, class Number>
+[[gnu::noinline]] void pair_value_words(const T* page, std::int64_t dims, std::int64_t step, Number* out) {
+  for (int j = 0; j < kLanes; j += 2, page += 2 * dims, out += 2 * kLanes) {
+    Number* place = out;
+    for (std::int64_t d = 0; d < dims; d += 2 * kLanes, place += 2 * step) {
+      const __mmask32 mask = first_words(dims - d);
+      const __m512i even = load_words(page + d, mask), odd = load_words(page + dims + d, mask);
+      _mm512_storeu_si512(place, low_pairs(even, odd));
+      if (d + kLanes < dims) _mm512_storeu_si512(place + step, high_pairs(even, odd));
+    }
+  }
+}
+
 // What weights of a page's positions are multiplied by: the scales of the codes, or 1; NaN where a value is not finite.
 template <class T>
 f32x16 value_factors(const T* page, const PageLayout& layout, std::int64_t dims) {
@@ -74,55 +119,6 @@ f32x16 value_factors(const T* page, const PageLayout& layout, std::int64_t dims)
   const f16* scales = CacheView<T>::template scales_of<f16>(page, layout);
   for (std::int64_t g = 0; g < kv_groups(dims); ++g) factor = factor + load(scales + g * 2 * kLanes) * zero();
   return factor;
-}
-
-// 2^x = 2^(x - floor(x)) * 2^floor(x) within 3e-6, in instructions that issue twice a cycle; scalef takes the floor
-// itself.
-LLMC_INLINE f32x16 rough_power(f32x16 x) {
-  x = max(broadcast(-126.0f), x);
-  const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
-  const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
-  return {_mm512_scalef_ps(p.v, x.v)};
-}
-
-constexpr int kPairDepth = 32;  // positions of bf16 that one tile instruction sums over
-
-// Weights of R rows as in weights.h, but times `factors` of the positions, if there are any, and rounded to bf16 in
-// `weights` [R][kTile], 32 positions at a time.
-template <int R>
-LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
-                                const float* factors, float* top, float* total) {
-  const int first = begin / kPairDepth * kPairDepth, last = (end + kPairDepth - 1) / kPairDepth * kPairDepth;
-  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
-  f32x16 sum[R], least[R];
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
-  for (int j = first; j < last; j += kPairDepth) {
-    const bool partial = j < begin || j + kPairDepth > end;
-    LLMC_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const float* place = scores + r * kTile + j;
-      f32x16 a = rough_power(fmadd(load(place), factor, least[r]));
-      f32x16 b = rough_power(fmadd(load(place + kLanes), factor, least[r]));
-      if (partial) {
-        a = select(lanes_between(begin, end, j), a, zero());
-        b = select(lanes_between(begin, end, j + kLanes), b, zero());
-      }
-      sum[r] = sum[r] + a;
-      sum[r] = sum[r] + b;
-      if (factors != nullptr) {
-        a = a * load(factors + j);
-        b = b * load(factors + j + kLanes);
-        if (partial) {  // 0 * NaN
-          a = select(lanes_between(begin, end, j), a, zero());
-          b = select(lanes_between(begin, end, j + kLanes), b, zero());
-        }
-      }
-      _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
-    }
-  }
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
 }
 
 }  // namespace llmc::LLMC_ISA

@@ -1,0 +1,231 @@
+// Products of pairs of 16-bit numbers with vector instructions: of bf16 into float32, or of integers into int32.
+#pragma once
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#include "pair_pages.h"
+#include "tile.h"
+
+namespace llmc::LLMC_ISA {
+
+constexpr std::int64_t kPairs = 2 * kLanes;  // numbers of a vector
+
+// Vectors that R rows take at a time: beside the sums there has to be room for them.
+constexpr int pair_vectors_for(int rows) { return rows <= 2 ? 8 : 4; }
+
+// 16 sums. They are stored as they are, integers where floats else stand.
+template <class Number>
+struct PairSums {
+  f32x16 v = zero();
+
+  LLMC_INLINE void add(__m512i x, __m512i y) { v = dot_pairs(v, {x}, {y}); }
+  LLMC_INLINE void load_from(const float* p) { v = load(p); }
+  LLMC_INLINE void store_to(float* p) const { store(p, v); }
+};
+template <>
+struct PairSums<std::int16_t> {
+  __m512i v = _mm512_setzero_si512();
+
+  LLMC_INLINE void add(__m512i x, __m512i y) { v = _mm512_dpwssd_epi32(v, x, y); }
+  LLMC_INLINE void load_from(const float* p) { v = _mm512_loadu_si512(p); }
+  LLMC_INLINE void store_to(float* p) const { _mm512_storeu_si512(p, v); }
+};
+
+template <class Number>
+LLMC_INLINE __m512i repeat_pair(const Number* p) {
+  std::int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+
+// scores[r][16 b ..] = q[r] . keys of block b, for R rows and B blocks. q is [R][depth], depth even, a block of keys
+// [depth / 2][16][2], scores [R][kTile]. ahead: B blocks that are read next.
+template <class Number, int R, int B>
+void score_pairs(const Number* q, std::int64_t depth, const Number* const* keys, const Number* const* ahead,
+                 float* scores) {
+  PairSums<Number> sum[R][B];
+  for (std::int64_t d = 0; d < depth; d += 2) {
+    __m512i k[B];
+    LLMC_UNROLL
+    for (int b = 0; b < B; ++b) k[b] = _mm512_loadu_si512(keys[b] + d * kLanes);
+    if constexpr (fetches_ahead(R)) {
+      LLMC_UNROLL
+      for (int b = 0; b < B; ++b) fetch(ahead[b] + d * kLanes);
+    }
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const __m512i x = repeat_pair(q + r * depth + d);
+      LLMC_UNROLL
+      for (int b = 0; b < B; ++b) sum[r][b].add(x, k[b]);
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    LLMC_UNROLL
+    for (int b = 0; b < B; ++b) sum[r][b].store_to(scores + r * kTile + b * kLanes);
+  }
+}
+
+// Where 16 dims of a pair of positions stand in a tile of values [8][dims / 16][8 pairs][16 dims][2].
+LLMC_INLINE std::int64_t pair_place(unsigned pair, std::int64_t dim, std::int64_t width) {
+  return pair / 8 * kLanes * width + dim * kLanes + pair % 8 * kPairs;
+}
+
+// The values of a tile as pairs of positions. A cursor gives one pair after the other of a page: V vectors of dims, of
+// which the last one may be partial.
+template <class N>
+struct PairedValues {
+  using Number = N;
+  const Number* tile;
+  std::int64_t width, dims;
+
+  struct Cursor {
+    const Number* value;
+
+    template <int V, bool kPartial>
+    LLMC_INLINE void next(__m512i (&x)[V]) {
+      LLMC_UNROLL
+      for (int n = 0; n < V; ++n) x[n] = _mm512_loadu_si512(value + n * kLanes * kLanes);
+      value += kPairs;
+    }
+  };
+  LLMC_INLINE Cursor at(int p, std::int64_t dim) const {
+    return {tile + pair_place(static_cast<unsigned>(p), dim, width)};
+  }
+};
+
+// The values as they are stored, of bf16 or int8: for few rows, which wait for memory. ahead: pages that are read next.
+template <class T, class N>
+struct StoredValues {
+  using Number = N;
+  const T *const *pages, *const *ahead;
+  std::int64_t width, dims;
+
+  struct Cursor {
+    const T *even, *next_page;
+    std::int64_t dims;
+    int left;  // dims from here on
+
+    template <int V, bool kPartial>
+    LLMC_INLINE void next(__m512i (&x)[V]) {
+      LLMC_UNROLL
+      for (int n = 0; n < V; n += 2) {
+        const __mmask32 mask = first_words(kPartial ? std::min<int>(left, kLanes) : V - n > 1 ? kPairs : kLanes);
+        const __m512i a = load_words(even + n * kLanes, mask), b = load_words(even + dims + n * kLanes, mask);
+        fetch(next_page + n * kLanes);
+        fetch(next_page + dims + n * kLanes);
+        x[n] = low_pairs(a, b);
+        if (n + 1 < V) x[n + 1] = high_pairs(a, b);
+      }
+      even += 2 * dims;
+      next_page += 2 * dims;
+    }
+  };
+  LLMC_INLINE Cursor at(int p, std::int64_t dim) const {
+    const std::int64_t offset = 2 * static_cast<unsigned>(p) % kLanes * dims + dim;
+    const auto page = static_cast<unsigned>(p) / 8;
+    return {pages[page] + offset, ahead[page] + offset, dims, static_cast<int>(dims - dim)};
+  }
+};
+
+// out[r][..] += sum over pairs first .. last - 1 of positions of weights[r] * values, V vectors of dims from dim on.
+// weights is [R][kTile], out [R][width].
+template <class Values, int R, int V, bool kPartial>
+void weigh_pairs(const typename Values::Number* weights, const Values& values, std::int64_t dim, int first, int last,
+                 float* out) {
+  const std::int64_t width = values.width;
+  PairSums<typename Values::Number> sum[R][V];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    LLMC_UNROLL
+    for (int n = 0; n < V; ++n) sum[r][n].load_from(out + r * width + dim + n * kLanes);
+  }
+  for (int p = first; p < last;) {
+    typename Values::Cursor cursor = values.at(p, dim);
+    for (const int stop = std::min(last, (p | 7) + 1); p < stop; ++p) {
+      __m512i x[V];
+      cursor.template next<V, kPartial>(x);
+      LLMC_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const __m512i w = repeat_pair(weights + r * kTile + 2 * p);
+        LLMC_UNROLL
+        for (int n = 0; n < V; ++n) sum[r][n].add(w, x[n]);
+      }
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    LLMC_UNROLL
+    for (int n = 0; n < V; ++n) sum[r][n].store_to(out + r * width + dim + n * kLanes);
+  }
+}
+
+// Positions begin .. end - 1 for one row. What stands at the other position of a pair is not even multiplied by 0: it
+// may be no number.
+template <class Values>
+void weigh_positions(const typename Values::Number* weights, const Values& values, int begin, int end, float* out) {
+  for (std::int64_t d = 0; d < values.width; d += kLanes) {
+    PairSums<typename Values::Number> sum;
+    sum.load_from(out + d);
+    for (int p = begin / 2; 2 * p < end; ++p) {
+      const __mmask32 seen = (2 * p < begin ? 0 : 0x55555555u) | (2 * p + 1 < end ? 0xaaaaaaaau : 0);
+      __m512i x[1];
+      values.at(p, d).template next<1, true>(x);
+      sum.add(repeat_pair(weights + 2 * p), _mm512_maskz_mov_epi16(seen, x[0]));
+    }
+    sum.store_to(out + d);
+  }
+}
+
+// The blocks first .. last - 1 of a tile, scored for R rows.
+template <class Number, int R>
+void score_pair_blocks(const Number* q, std::int64_t depth, const Number* const* keys, const Number* const* ahead,
+                       int first, int last, float* scores) {
+  constexpr int kWide = pair_vectors_for(R);
+  int b = first;
+  const auto run = [&]<int B>(std::integral_constant<int, B>) {
+    for (; b + B <= last; b += B) score_pairs<Number, R, B>(q, depth, keys + b, ahead + b, scores + b * kLanes);
+  };
+  run(std::integral_constant<int, kWide>());
+  if constexpr (kWide > 4) run(std::integral_constant<int, 4>());
+  run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 1>());
+}
+
+// Whole pairs of positions, weighed for R rows.
+template <class Values, int R>
+void weigh_pair_rows(const typename Values::Number* weights, const Values& values, int first, int last, float* out) {
+  constexpr int kWide = pair_vectors_for(R);
+  std::int64_t d = 0;
+  const auto run = [&]<int V>(std::integral_constant<int, V>) {
+    for (; d + V * kLanes <= values.dims; d += V * kLanes) {
+      weigh_pairs<Values, R, V, false>(weights, values, d, first, last, out);
+    }
+  };
+  run(std::integral_constant<int, kWide>());
+  if constexpr (kWide > 4) run(std::integral_constant<int, 4>());
+  run(std::integral_constant<int, 2>());
+  run(std::integral_constant<int, 1>());
+  if (d < values.dims) weigh_pairs<Values, R, 1, true>(weights, values, d, first, last, out);
+}
+
+// The same, for any number of rows up to kRowBlock.
+template <class Number>
+constexpr decltype(&score_pair_blocks<Number, 1>) kScorePairs[kRowBlock + 1] = {nullptr,
+                                                                                score_pair_blocks<Number, 1>,
+                                                                                score_pair_blocks<Number, 2>,
+                                                                                score_pair_blocks<Number, 3>,
+                                                                                score_pair_blocks<Number, 4>,
+                                                                                score_pair_blocks<Number, 5>,
+                                                                                score_pair_blocks<Number, 6>};
+template <class Values>
+constexpr decltype(&weigh_pair_rows<Values, 1>) kWeighPairs[kRowBlock + 1] = {nullptr,
+                                                                              weigh_pair_rows<Values, 1>,
+                                                                              weigh_pair_rows<Values, 2>,
+                                                                              weigh_pair_rows<Values, 3>,
+                                                                              weigh_pair_rows<Values, 4>,
+                                                                              weigh_pair_rows<Values, 5>,
+                                                                              weigh_pair_rows<Values, 6>};
+
+}  // namespace llmc::LLMC_ISA
+#endif

@@ -1,0 +1,275 @@
+// Tiles of a bf16 or quantized cache computed with products of pairs: queries and weights are rounded to bf16, sums are
+// float32; with an int8 cache all is in integers, queries and weights having 15 bits. A row's result does not depend on
+// the others.
+#pragma once
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#include "job_rows.h"
+#include "pair_product.h"
+#include "pair_weights.h"
+
+namespace llmc::LLMC_ISA {
+
+template <class T>
+class PairRows : public JobRows<T> {
+  using Base = JobRows<T>;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::own_;
+
+ public:
+  static constexpr std::int64_t kMostRows = 192;
+
+  PairRows(const Step& step, const JobSizes& sizes, std::byte* memory)
+      : Base(step, sizes, memory),
+        depth_((step.key_dim + 1) / 2 * 2),
+        q_(this->template take<Number>(sizes.rows * depth_ + kLanes)),
+        scores_(this->template take<float>(kGroup * kTile)),
+        weights_(this->template take<Number>(kGroup * kTile)),
+        values_(this->template take<Number>(kTile * step.width)),
+        keys_of_codes_(kQuantized<T> ? this->template take<Number>(kTile * depth_) : nullptr),
+        sums_(kInteger ? this->template take<float>(kGroup * step.width) : nullptr),
+        query_factors_(kInteger ? this->template take<float>(sizes.rows) : nullptr) {}
+
+  void run(const Job& job, const JobQueue& queue) {
+    this->start(job);
+    this->for_each_query(job, [&](std::int64_t row, const float* query, std::int64_t stride) {
+      if constexpr (kInteger) {
+        query_factors_[row] = round_query(query, q_ + row * depth_);  // it was rotated, so it is contiguous
+      } else {
+        convert_row(query, stride, step_.key_dim, q_ + row * depth_);
+      }
+    });
+    if (this->walk(job, queue, [&](std::int64_t tile, const TilePart& any) { attend(tile, any); })) this->finish(job);
+  }
+
+ private:
+  static constexpr bool kInteger = std::is_same_v<T, i8>;
+  using Number = std::conditional_t<kInteger, std::int16_t, bf16>;
+  static constexpr bool kStored = kInteger || !kQuantized<T>;  // values can be read while they are multiplied
+  static constexpr std::int64_t kDirectRows = 2 * kRowBlock;
+  // Rows that go through all steps of a tile before the next ones: what they use stays in the nearest cache.
+  static constexpr std::int64_t kGroup = 8 * kRowBlock;
+
+  // A query as integers of which sums over products with codes are in reach of 32 bits; gives the factor of these.
+  // What it writes behind the last dim belongs to the next row, which is written later.
+  float round_query(const float* x, std::int16_t* out) const {
+    const std::int64_t dims = step_.key_dim, most = std::numeric_limits<std::int32_t>::max() / (127 * dims);
+    const PartScale scale(largest_magnitude(x, dims), static_cast<float>(std::min<std::int64_t>(32767, most)));
+    for (std::int64_t d = 0; d < dims; d += kLanes) {
+      const f32x16 v = load(x + d, static_cast<int>(std::min<std::int64_t>(kLanes, dims - d))) * scale.inverse;
+      const __m512i q = scale.inverse != 0 ? _mm512_cvtps_epi32(v.v) : _mm512_setzero_si512();
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d), _mm512_cvtepi32_epi16(q));
+    }
+    return scale.factor;
+  }
+
+  void attend(std::int64_t tile, const TilePart& any) {
+    const int first = any.begin / kLanes, last = any.blocks_end();
+    for (int b = 0; b < kTileBlocks; ++b) {
+      this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
+      this->find_next_page(tile, b, next_keys_[b], next_pages_[b]);
+      if constexpr (kQuantized<T>) {
+        operands_[b] = next_operands_[b] = keys_of_codes_ + b * kLanes * depth_;
+      } else {
+        operands_[b] = keys_[b];
+        next_operands_[b] = next_keys_[b];
+      }
+    }
+    prepare_keys(first, std::min(last, own_));
+    prepare_values(first, std::min(last, own_));
+    for (std::int64_t row = 0; row < rows_; row += kGroup) attend_rows(row, std::min(kGroup, rows_ - row));
+  }
+
+  // Whether the rows are so few that values are multiplied as they are stored.
+  bool is_direct() const { return kStored && rows_ <= kDirectRows; }
+
+  // Blocks first .. last - 1 of the tile's keys as operands, and of its values.
+  void prepare_keys(int first, int last) {
+    if constexpr (kQuantized<T>) {
+      for (int b = first; b < last; ++b) {
+        fetch_page(next_keys_[b], cache_.key_page);
+        Number* out = keys_of_codes_ + b * kLanes * depth_;
+        if constexpr (kInteger) {
+          pair_key_words(keys_[b], step_.key_dim, out);
+        } else {
+          pair_keys(keys_[b], cache_.key_page, step_.key_dim, depth_, out);
+        }
+        if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
+      }
+    }
+  }
+  void prepare_values(int first, int last) {
+    const std::int64_t step = kLanes * kLanes;
+    for (int b = first; b < last; ++b) {
+      if constexpr (kQuantized<T>) {
+        store(factors_ + b * kLanes, value_factors(pages_[b], cache_.value_page, step_.value_dim));
+      }
+      if (is_direct()) continue;
+      fetch_page(next_pages_[b], cache_.value_page);
+      Number* out = values_ + b * kLanes * step_.width;
+      if constexpr (kStored) {
+        pair_value_words(pages_[b], step_.value_dim, step, out);
+      } else {
+        pair_page(pages_[b], cache_.value_page, step_.value_dim, step, out);
+      }
+    }
+  }
+
+  void attend_rows(std::int64_t first, std::int64_t count) {
+    TilePart part;
+    for (std::int64_t t = first / step_.group; t <= (first + count - 1) / step_.group; ++t) part.join(parts_[t]);
+    if (part.begin >= part.end) return;
+    const Seen seen = this->seen_in_tile(first);
+    float* values = kInteger ? sums_ : seen.values;
+    std::fill_n(values, count * step_.width, 0.0f);
+    const TilePart shared{0, own_ * kLanes};
+    score(first, first, first + count, shared);
+    for_each_branch(first, count, true,
+                    [&](std::int64_t row, std::int64_t end) { score(first, row, end, {own_ * kLanes, kTile}); });
+    soften_rows(first, count, seen);
+    weigh(first, first, first + count, shared, values);
+    for_each_branch(first, count, false, [&](std::int64_t row, std::int64_t end) {
+      weigh(first, row, end, {own_ * kLanes, kTile}, values);
+    });
+    if constexpr (kInteger) join_values(count, seen.values);
+    this->settle(first, count);
+  }
+
+  // Calls f(row, end) for the tokens that see pages of their own, whose keys, or values, are laid out; these are their
+  // rows among those from `first` on.
+  template <class F>
+  void for_each_branch(std::int64_t first, std::int64_t count, bool keys, F&& f) {
+    if (own_ == kTileBlocks) return;
+    const std::int64_t group = step_.group;
+    for (std::int64_t t = first / group; t <= (first + count - 1) / group; ++t) {
+      if (parts_[t].begin >= parts_[t].end || parts_[t].blocks_end() <= own_) continue;
+      this->lay_out_branch(t, keys, !keys);
+      const int from = std::max(parts_[t].begin / kLanes, own_);
+      if (keys) {
+        prepare_keys(from, parts_[t].blocks_end());
+      } else {
+        prepare_values(from, parts_[t].blocks_end());
+      }
+      f(std::max(first, t * group), std::min(first + count, (t + 1) * group));
+    }
+  }
+
+  // Rows begin .. end - 1 of the group that starts at row `first`, and positions `clip`.
+  void score(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
+    this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
+      if (block.any.begin >= block.any.end) return;
+      kScorePairs<Number>[block.rows](q_ + block.row * depth_, depth_, operands_, next_operands_,
+                                      block.any.begin / kLanes, block.any.blocks_end(),
+                                      scores_ + (block.row - first) * kTile);
+    });
+  }
+
+  // The same; adds to `out` of the group's rows.
+  void weigh(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip, float* out) const {
+    if constexpr (kStored) {
+      const StoredValues<T, Number> values{pages_, next_pages_, step_.width, step_.value_dim};
+      if (is_direct()) return weigh(values, first, begin, end, clip, out);
+    }
+    weigh(PairedValues<Number>{values_, step_.width, step_.value_dim}, first, begin, end, clip, out);
+  }
+
+  template <class Values>
+  void weigh(const Values& values, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip,
+             float* out) const {
+    const std::int64_t width = step_.width;
+    this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
+      int from = (block.all.begin + 1) / 2, to = block.all.end / 2;  // pairs that all rows see
+      if (from >= to) from = to = kTile / 2;
+      // Positions that only some of them see are added row by row.
+      const auto alone = [&](const TilePart& positions) {
+        for (std::int64_t row = block.row; row < block.row + block.rows; ++row) {
+          const TilePart part = this->clipped(row / step_.group, clip);
+          const int start = std::max(part.begin, positions.begin), stop = std::min(part.end, positions.end);
+          if (start >= stop) continue;
+          weigh_positions(weights_ + (row - first) * kTile, values, start, stop, out + (row - first) * width);
+        }
+      };
+      alone({0, 2 * from});
+      if (from == to) return;
+      kWeighPairs<Values>[block.rows](weights_ + (block.row - first) * kTile, values, from, to,
+                                      out + (block.row - first) * width);
+      alone({2 * to, kTile});
+    });
+  }
+
+  void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
+    std::fill_n(weight_factors_, kInteger ? count : 0, 0.0f);
+    this->for_each_alike(first, first + count,
+                         [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
+                           if (part.begin >= part.end) return;
+                           soften_alike(row, row - first, alike, part, logit, distance, seen);
+                         });
+  }
+
+  // Rows of the job from `row` on, which are those from r on of the group and see the same.
+  void soften_alike(std::int64_t row, std::int64_t r, int alike, const TilePart& part, const Logit& logit,
+                    float distance, const Seen& seen) {
+    if constexpr (kQuantized<T>) {
+      if (part.blocks_end() > own_) find_factors(row / step_.group, part);
+    }
+    Number* weights = weights_ + r * kTile;
+    float *scores = scores_ + r * kTile, *largest = seen.largest + r, *sum = seen.sum + r;
+    if constexpr (kInteger) {
+      constexpr decltype(&soften_to_integers<1, Number>) run[] = {
+          nullptr, soften_to_integers<1, Number>, soften_to_integers<2, Number>, soften_to_integers<3, Number>,
+          soften_to_integers<4, Number>};
+      join_scores(row, scores, alike, part);
+      run[alike](scores, weights, part.begin, part.end, logit, distance, factors_, largest, sum, weight_factors_ + r);
+    } else {
+      constexpr decltype(&soften_to_bf16<1>) run[] = {nullptr, soften_to_bf16<1>, soften_to_bf16<2>, soften_to_bf16<3>,
+                                                      soften_to_bf16<4>};
+      if constexpr (kScaled<T>) scale_rows(scores, alike, part, key_scales_);
+      run[alike](scores, weights, part.begin, part.end, logit, distance, kQuantized<T> ? factors_ : nullptr, largest,
+                 sum);
+    }
+  }
+
+  // Makes scores of the sums of integers in their place.
+  void join_scores(std::int64_t row, float* scores, int count, const TilePart& part) const {
+    for (int j = part.begin / kLanes * kLanes; j < part.end; j += kLanes) {
+      const f32x16 scale = load(key_scales_ + j);
+      for (int i = 0; i < count; ++i) {
+        float* place = scores + i * kTile + j;
+        store(place, sums_at(place) * (scale * query_factors_[row + i]));
+      }
+    }
+  }
+
+  // The weighted values of such sums.
+  void join_values(std::int64_t count, float* values) const {
+    for (std::int64_t r = 0; r < count; ++r) {
+      for (std::int64_t i = r * step_.width; i < (r + 1) * step_.width; i += kLanes) {
+        store(values + i, sums_at(sums_ + i) * weight_factors_[r]);
+      }
+    }
+  }
+
+  static f32x16 sums_at(const float* sums) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(sums))}; }
+
+  // What the scores and weights of a token are multiplied by where it has pages of its own.
+  void find_factors(std::int64_t t, const TilePart& part) {
+    this->lay_out_branch(t, true, true);
+    for (int b = std::max(part.begin / kLanes, own_); b < part.blocks_end(); ++b) {
+      if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
+      store(factors_ + b * kLanes, value_factors(pages_[b], cache_.value_page, step_.value_dim));
+    }
+  }
+
+  const std::int64_t depth_;      // key_dim in whole pairs
+  Number* q_;                     // [rows][depth]
+  float* scores_;                 // [kGroup][kTile]
+  Number *weights_, *values_;     // [kGroup][kTile], the tile as pairs
+  Number* keys_of_codes_;         // [8][depth / 2][16][2], where the cache holds codes
+  float *sums_, *query_factors_;  // of integers: [kGroup][width], [rows]
+  const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_keys_[kTileBlocks], *next_pages_[kTileBlocks];
+  const Number *operands_[kTileBlocks], *next_operands_[kTileBlocks];  // keys
+  alignas(64) float key_scales_[kTile], factors_[kTile], weight_factors_[kGroup];
+};
+
+}  // namespace llmc::LLMC_ISA
+#endif

@@ -1,0 +1,140 @@
+// From scores to weights that are multiplied in pairs or fours: rounded to bf16, or as integers of 15 bits.
+#pragma once
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+
+#include "pair_pages.h"
+
+namespace llmc::LLMC_ISA {
+
+// 2^x = 2^(x - floor(x)) * 2^floor(x) within 3e-6, in instructions that issue twice a cycle; scalef takes the floor
+// itself.
+LLMC_INLINE f32x16 rough_power(f32x16 x) {
+  x = max(broadcast(-126.0f), x);
+  const f32x16 rest = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+  const f32x16 p = polynomial(rest, 1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f);
+  return {_mm512_scalef_ps(p.v, x.v)};
+}
+
+constexpr int kPairDepth = 32;  // positions of bf16 that one tile instruction sums over
+
+// Weights of R rows as in weights.h, but times `factors` of the positions, if there are any, and rounded to bf16 in
+// `weights` [R][kTile], 32 positions at a time.
+template <int R>
+LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end, const Logit& logit, float distance,
+                                const float* factors, float* top, float* total) {
+  const int first = begin / kPairDepth * kPairDepth, last = (end + kPairDepth - 1) / kPairDepth * kPairDepth;
+  const f32x16 factor = broadcast(find_largest<R>(scores, begin, end, first, last, logit, distance, top));
+  f32x16 sum[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r] = zero(), least[r] = broadcast(-top[r]);
+  for (int j = first; j < last; j += kPairDepth) {
+    const bool partial = j < begin || j + kPairDepth > end;
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const float* place = scores + r * kTile + j;
+      f32x16 a = rough_power(fmadd(load(place), factor, least[r]));
+      f32x16 b = rough_power(fmadd(load(place + kLanes), factor, least[r]));
+      if (partial) {
+        a = select(lanes_between(begin, end, j), a, zero());
+        b = select(lanes_between(begin, end, j + kLanes), b, zero());
+      }
+      sum[r] = sum[r] + a;
+      sum[r] = sum[r] + b;
+      if (factors != nullptr) {
+        a = a * load(factors + j);
+        b = b * load(factors + j + kLanes);
+        if (partial) {  // 0 * NaN
+          a = select(lanes_between(begin, end, j), a, zero());
+          b = select(lanes_between(begin, end, j + kLanes), b, zero());
+        }
+      }
+      _mm512_storeu_si512(weights + r * kTile + j, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b.v, a.v)));
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
+}
+
+// By what numbers up to `most` in magnitude are multiplied to become parts, and what makes numbers of these; that is
+// NaN if one is not finite.
+struct PartScale {
+  float inverse = 0, factor = 0;
+
+  LLMC_INLINE PartScale(float most, float largest) {
+    if (!(most <= std::numeric_limits<float>::max())) {
+      factor = std::numeric_limits<float>::quiet_NaN();
+    } else if (most >= kSmallest) {
+      inverse = largest / most;
+      factor = most / largest;
+    }
+  }
+};
+
+// The larger magnitude, where NaN is the largest.
+LLMC_INLINE f32x16 larger_magnitude(f32x16 a, f32x16 b) {
+  return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(abs(b).v)))};
+}
+LLMC_INLINE float reduce_magnitude(f32x16 x) {
+  return std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_castps_si512(x.v)));
+}
+LLMC_INLINE void store_bytes(void* p, __m512i x) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+
+constexpr float kMostWeight = 32767;
+
+// The largest magnitude of n numbers.
+inline float largest_magnitude(const float* x, std::int64_t n) {
+  f32x16 most = zero();
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    most = larger_magnitude(most, load(x + i, static_cast<int>(std::min<std::int64_t>(kLanes, n - i))));
+  }
+  return reduce_magnitude(most);
+}
+
+// Weights of R rows as soften_to_bf16 makes them, as integers relative to the largest of the row, and the factors of
+// the sums over them. Weight: std::int16_t, or std::uint8_t for parts of 8 and of 7 bits in rows of their own,
+// [R][2][kTile].
+template <int R, class Weight>
+LLMC_INLINE void soften_to_integers(float* scores, Weight* weights, int begin, int end, const Logit& logit,
+                                    float distance, const float* factors, float* top, float* total, float* factor) {
+  const int first = begin / kLanes * kLanes;
+  const f32x16 scale = broadcast(find_largest<R>(scores, begin, end, first, end, logit, distance, top));
+  f32x16 sum[R], most[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) sum[r] = most[r] = zero(), least[r] = broadcast(-top[r]);
+  for (int j = first; j < end; j += kLanes) {
+    const bool partial = j < begin || j + kLanes > end;
+    const f32x16 f = partial ? select(lanes_between(begin, end, j), load(factors + j), zero()) : load(factors + j);
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      float* place = scores + r * kTile + j;
+      f32x16 x = rough_power(fmadd(load(place), scale, least[r]));
+      if (partial) x = select(lanes_between(begin, end, j), x, zero());
+      sum[r] = sum[r] + x;
+      x = x * f;
+      most[r] = larger_magnitude(most[r], x);
+      store(place, x);
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    total[r] = reduce_add(sum[r]);
+    const PartScale parts(reduce_magnitude(most[r]), kMostWeight);
+    factor[r] = parts.factor;
+    const f32x16 inverse = broadcast(parts.inverse);
+    for (int j = first; j < end; j += kLanes) {
+      const __m512i w = _mm512_cvtps_epi32((load(scores + r * kTile + j) * inverse).v);
+      if constexpr (std::is_same_v<Weight, std::uint8_t>) {
+        store_bytes(weights + 2 * r * kTile + j, _mm512_srli_epi32(w, 7));
+        store_bytes(weights + (2 * r + 1) * kTile + j, _mm512_and_si512(w, _mm512_set1_epi32(127)));
+      } else {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + r * kTile + j), _mm512_cvtepi32_epi16(w));
+      }
+    }
+  }
+}
+
+}  // namespace llmc::LLMC_ISA
+#endif
