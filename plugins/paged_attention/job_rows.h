@@ -4,6 +4,9 @@
 
 namespace llmc::LLMC_ISA {
 
+// Tokens that queries are fetched ahead: they are strewn over more memory than the nearest caches hold.
+constexpr std::int64_t kQueriesAhead = 4;
+
 // Pages of a tree's branch: those of so many rows, and the one in which they start.
 inline std::int64_t branch_pages(std::int64_t rows) { return rows / kLanes + 2; }
 
@@ -113,6 +116,9 @@ class JobRows {
       const std::int64_t token = sequence_.first_row + job.first_token + t;
       for (std::int64_t g = 0; g < step_.group; ++g, ++row) {
         const float* query = q.as<const float>() + token * q.stride[0] + (kv_head_ * step_.group + g) * q.stride[1];
+        if (t + kQueriesAhead < tokens_) {
+          for (std::int64_t d = 0; d < step_.key_dim; d += kLanes) fetch(query + kQueriesAhead * q.stride[0] + d);
+        }
         shifts_[row] = shift_of(query, q.stride[2], shift);
         if (kRotated<T> || shift.scale != nullptr) {
           turn_query(query, q.stride[2], shift);

@@ -22,8 +22,7 @@ template <class T>
 using Rows = std::conditional_t<std::is_same_v<T, bf16> || kQuantized<T>, AmxRows<T>, VectorRows<T>>;
 #elif defined(__AVX512BF16__)
 template <class T>
-using Rows = std::conditional_t<std::is_same_v<T, bf16> || std::is_same_v<T, i8> || std::is_same_v<T, i4>, PairRows<T>,
-                                VectorRows<T>>;
+using Rows = std::conditional_t<std::is_same_v<T, bf16> || kQuantized<T>, PairRows<T>, VectorRows<T>>;
 #else
 template <class T>
 using Rows = VectorRows<T>;

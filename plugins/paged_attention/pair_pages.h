@@ -8,6 +8,8 @@
 
 namespace llmc::LLMC_ISA {
 
+constexpr std::int64_t kPairs = 2 * kLanes;  // numbers of a vector of pairs
+
 // Which of 32 numbers, the first ones of 16 pairs and then the second ones, stands where in the pairs.
 LLMC_INLINE __m512i pair_order() {
   return _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
@@ -75,14 +77,42 @@ LLMC_INLINE __m512i load_words(const bf16* p, __mmask32 mask) { return _mm512_ma
 LLMC_INLINE __m512i load_words(const i8* p, __mmask32 mask) {
   return _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, p));
 }
+// bf16 of the codes of E4M3 without their sign, times 2^-8 as load gives them.
+struct E4m3Words {
+  alignas(64) std::uint16_t bits[128] = {};
+
+  constexpr E4m3Words() {
+    for (int code = 1; code < 128; ++code) {
+      int exponent = code >> 3, digits = code & 7;
+      if (exponent == 0) {  // subnormal, which bf16 need not be
+        for (exponent = 1; digits < 8; --exponent) digits *= 2;
+      }
+      bits[code] = static_cast<std::uint16_t>((exponent + 112) << 7 | (digits & 7) << 4);
+    }
+  }
+};
+inline constexpr E4m3Words kE4m3Words;
+
+LLMC_INLINE __m512i load_words(const e4m3* p, __mmask32 mask) {
+  const auto table = [](int i) { return _mm512_load_si512(kE4m3Words.bits + i * 32); };
+  const __m512i code = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, p));
+  const __m512i low = _mm512_permutex2var_epi16(table(0), code, table(1));
+  const __m512i high = _mm512_permutex2var_epi16(table(2), code, table(3));
+  const __m512i magnitude = _mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), high);
+  return _mm512_or_si512(magnitude, _mm512_and_si512(code, _mm512_set1_epi16(static_cast<short>(0x8000))));
+}
 LLMC_INLINE __mmask32 first_words(std::int64_t n) { return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1; }
 
-// Pairs of dims, [ceil(dims / 2)][16][2], from a page of int8 keys.
-[[gnu::noinline]] inline void pair_key_words(const i8* page, std::int64_t dims, std::int16_t* out) {
-  for (std::int64_t d = 0; d < dims; d += 2) {
-    const __m512i words = load_words(page + d * kLanes, first_words((dims - d) * kLanes));
-    _mm512_storeu_si512(out + d * kLanes, _mm512_permutexvar_epi16(pair_order(), words));
-  }
+// Pairs of dims d and d + 1 from a page of keys of 8 bits. Behind the last dim stands anything: queries are 0 there.
+template <class T>
+LLMC_INLINE __m512i load_key_pairs(const T* page, std::int64_t d) {
+  return _mm512_permutexvar_epi16(pair_order(), load_words(page + d * kLanes, first_words(kPairs)));
+}
+
+// The same of a page, [ceil(dims / 2)][16][2].
+template <class T, class Number>
+[[gnu::noinline]] void pair_key_words(const T* page, std::int64_t dims, Number* out) {
+  for (std::int64_t d = 0; d < dims; d += 2) _mm512_storeu_si512(out + d * kLanes, load_key_pairs(page, d));
 }
 
 // Pairs of the first, and of the last 16 of 32 numbers.

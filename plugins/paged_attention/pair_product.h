@@ -8,8 +8,6 @@
 
 namespace llmc::LLMC_ISA {
 
-constexpr std::int64_t kPairs = 2 * kLanes;  // numbers of a vector
-
 // Vectors that R rows take at a time: beside the sums there has to be room for them.
 constexpr int pair_vectors_for(int rows) { return rows <= 2 ? 8 : 4; }
 
@@ -38,19 +36,37 @@ LLMC_INLINE __m512i repeat_pair(const Number* p) {
   return _mm512_set1_epi32(pair);
 }
 
-// scores[r][16 b ..] = q[r] . keys of block b, for R rows and B blocks. q is [R][depth], depth even, a block of keys
-// [depth / 2][16][2], scores [R][kTile]. ahead: B blocks that are read next.
-template <class Number, int R, int B>
-void score_pairs(const Number* q, std::int64_t depth, const Number* const* keys, const Number* const* ahead,
-                 float* scores) {
-  PairSums<Number> sum[R][B];
+// The keys of a tile as pairs of dims: blocks [depth / 2][16][2]. ahead: those that are read next, for few rows, which
+// wait for memory.
+template <class N>
+struct PairedKeys {
+  using Number = N;
+  const N *const *blocks, *const *ahead;
+
+  LLMC_INLINE __m512i at(int b, std::int64_t d) const { return _mm512_loadu_si512(blocks[b] + d * kLanes); }
+};
+
+// The keys as they are stored, of 8 bits.
+template <class T, class N>
+struct StoredKeys {
+  using Number = N;
+  const T *const *blocks, *const *ahead;
+
+  LLMC_INLINE __m512i at(int b, std::int64_t d) const { return load_key_pairs(blocks[b], d); }
+};
+
+// scores[r][16 b ..] = q[r] . keys of block first + b, for R rows and B blocks. q is [R][depth], depth even, scores
+// [R][kTile].
+template <class Keys, int R, int B>
+void score_pairs(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first, float* scores) {
+  PairSums<typename Keys::Number> sum[R][B];
   for (std::int64_t d = 0; d < depth; d += 2) {
     __m512i k[B];
     LLMC_UNROLL
-    for (int b = 0; b < B; ++b) k[b] = _mm512_loadu_si512(keys[b] + d * kLanes);
+    for (int b = 0; b < B; ++b) k[b] = keys.at(first + b, d);
     if constexpr (fetches_ahead(R)) {
       LLMC_UNROLL
-      for (int b = 0; b < B; ++b) fetch(ahead[b] + d * kLanes);
+      for (int b = 0; b < B; ++b) fetch(keys.ahead[first + b] + d * kLanes);
     }
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -62,7 +78,7 @@ void score_pairs(const Number* q, std::int64_t depth, const Number* const* keys,
   LLMC_UNROLL
   for (int r = 0; r < R; ++r) {
     LLMC_UNROLL
-    for (int b = 0; b < B; ++b) sum[r][b].store_to(scores + r * kTile + b * kLanes);
+    for (int b = 0; b < B; ++b) sum[r][b].store_to(scores + r * kTile + (first + b) * kLanes);
   }
 }
 
@@ -128,10 +144,11 @@ struct StoredValues {
   }
 };
 
-// out[r][..] += sum over pairs first .. last - 1 of positions of weights[r] * values, V vectors of dims from dim on.
-// weights is [R][kTile], out [R][width].
-template <class Values, int R, int V, bool kPartial>
-void weigh_pairs(const typename Values::Number* weights, const Values& values, std::int64_t dim, int first, int last,
+// out[r][..] += sum over positions begin .. end - 1 of weights[r] * values, V vectors of dims from dim on. weights is
+// [R][kTile], out [R][width]. kEdges: the range may begin or end within a pair. What stands at the pair's other
+// position is then not even multiplied by 0: it may be no number.
+template <class Values, int R, int V, bool kPartial, bool kEdges>
+void weigh_pairs(const typename Values::Number* weights, const Values& values, std::int64_t dim, int begin, int end,
                  float* out) {
   const std::int64_t width = values.width;
   PairSums<typename Values::Number> sum[R][V];
@@ -140,14 +157,19 @@ void weigh_pairs(const typename Values::Number* weights, const Values& values, s
     LLMC_UNROLL
     for (int n = 0; n < V; ++n) sum[r][n].load_from(out + r * width + dim + n * kLanes);
   }
-  for (int p = first; p < last;) {
-    typename Values::Cursor cursor = values.at(p, dim);
-    for (const int stop = std::min(last, (p | 7) + 1); p < stop; ++p) {
+  for (int j = begin / 2 * 2; j < end;) {
+    typename Values::Cursor cursor = values.at(j / 2, dim);
+    for (const int stop = std::min(end, (j | (kLanes - 1)) + 1); j < stop; j += 2) {
       __m512i x[V];
       cursor.template next<V, kPartial>(x);
+      if constexpr (kEdges) {
+        const __mmask32 seen = (j < begin ? 0 : 0x55555555u) | (j + 1 < end ? 0xaaaaaaaau : 0);
+        LLMC_UNROLL
+        for (int n = 0; n < V; ++n) x[n] = _mm512_maskz_mov_epi16(seen, x[n]);
+      }
       LLMC_UNROLL
       for (int r = 0; r < R; ++r) {
-        const __m512i w = repeat_pair(weights + r * kTile + 2 * p);
+        const __m512i w = repeat_pair(weights + r * kTile + j);
         LLMC_UNROLL
         for (int n = 0; n < V; ++n) sum[r][n].add(w, x[n]);
       }
@@ -160,31 +182,14 @@ void weigh_pairs(const typename Values::Number* weights, const Values& values, s
   }
 }
 
-// Positions begin .. end - 1 for one row. What stands at the other position of a pair is not even multiplied by 0: it
-// may be no number.
-template <class Values>
-void weigh_positions(const typename Values::Number* weights, const Values& values, int begin, int end, float* out) {
-  for (std::int64_t d = 0; d < values.width; d += kLanes) {
-    PairSums<typename Values::Number> sum;
-    sum.load_from(out + d);
-    for (int p = begin / 2; 2 * p < end; ++p) {
-      const __mmask32 seen = (2 * p < begin ? 0 : 0x55555555u) | (2 * p + 1 < end ? 0xaaaaaaaau : 0);
-      __m512i x[1];
-      values.at(p, d).template next<1, true>(x);
-      sum.add(repeat_pair(weights + 2 * p), _mm512_maskz_mov_epi16(seen, x[0]));
-    }
-    sum.store_to(out + d);
-  }
-}
-
 // The blocks first .. last - 1 of a tile, scored for R rows.
-template <class Number, int R>
-void score_pair_blocks(const Number* q, std::int64_t depth, const Number* const* keys, const Number* const* ahead,
-                       int first, int last, float* scores) {
+template <class Keys, int R>
+void score_pair_blocks(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first, int last,
+                       float* scores) {
   constexpr int kWide = pair_vectors_for(R);
   int b = first;
   const auto run = [&]<int B>(std::integral_constant<int, B>) {
-    for (; b + B <= last; b += B) score_pairs<Number, R, B>(q, depth, keys + b, ahead + b, scores + b * kLanes);
+    for (; b + B <= last; b += B) score_pairs<Keys, R, B>(q, depth, keys, b, scores);
   };
   run(std::integral_constant<int, kWide>());
   if constexpr (kWide > 4) run(std::integral_constant<int, 4>());
@@ -192,32 +197,32 @@ void score_pair_blocks(const Number* q, std::int64_t depth, const Number* const*
   run(std::integral_constant<int, 1>());
 }
 
-// Whole pairs of positions, weighed for R rows.
-template <class Values, int R>
-void weigh_pair_rows(const typename Values::Number* weights, const Values& values, int first, int last, float* out) {
+// Positions begin .. end - 1 of all dims, weighed for R rows.
+template <class Values, int R, bool kEdges = false>
+void weigh_pair_rows(const typename Values::Number* weights, const Values& values, int begin, int end, float* out) {
   constexpr int kWide = pair_vectors_for(R);
   std::int64_t d = 0;
   const auto run = [&]<int V>(std::integral_constant<int, V>) {
     for (; d + V * kLanes <= values.dims; d += V * kLanes) {
-      weigh_pairs<Values, R, V, false>(weights, values, d, first, last, out);
+      weigh_pairs<Values, R, V, false, kEdges>(weights, values, d, begin, end, out);
     }
   };
   run(std::integral_constant<int, kWide>());
   if constexpr (kWide > 4) run(std::integral_constant<int, 4>());
   run(std::integral_constant<int, 2>());
   run(std::integral_constant<int, 1>());
-  if (d < values.dims) weigh_pairs<Values, R, 1, true>(weights, values, d, first, last, out);
+  if (d < values.dims) weigh_pairs<Values, R, 1, true, kEdges>(weights, values, d, begin, end, out);
 }
 
 // The same, for any number of rows up to kRowBlock.
-template <class Number>
-constexpr decltype(&score_pair_blocks<Number, 1>) kScorePairs[kRowBlock + 1] = {nullptr,
-                                                                                score_pair_blocks<Number, 1>,
-                                                                                score_pair_blocks<Number, 2>,
-                                                                                score_pair_blocks<Number, 3>,
-                                                                                score_pair_blocks<Number, 4>,
-                                                                                score_pair_blocks<Number, 5>,
-                                                                                score_pair_blocks<Number, 6>};
+template <class Keys>
+constexpr decltype(&score_pair_blocks<Keys, 1>) kScorePairs[kRowBlock + 1] = {nullptr,
+                                                                              score_pair_blocks<Keys, 1>,
+                                                                              score_pair_blocks<Keys, 2>,
+                                                                              score_pair_blocks<Keys, 3>,
+                                                                              score_pair_blocks<Keys, 4>,
+                                                                              score_pair_blocks<Keys, 5>,
+                                                                              score_pair_blocks<Keys, 6>};
 template <class Values>
 constexpr decltype(&weigh_pair_rows<Values, 1>) kWeighPairs[kRowBlock + 1] = {nullptr,
                                                                               weigh_pair_rows<Values, 1>,

@@ -45,8 +45,9 @@ class PairRows : public JobRows<T> {
  private:
   static constexpr bool kInteger = std::is_same_v<T, i8>;
   using Number = std::conditional_t<kInteger, std::int16_t, bf16>;
-  static constexpr bool kStored = kInteger || !kQuantized<T>;  // values can be read while they are multiplied
-  static constexpr std::int64_t kDirectRows = 2 * kRowBlock;
+  static constexpr bool kStored = !std::is_same_v<T, i4>;  // numbers can be read while they are multiplied,
+  // as they are for so few rows
+  static constexpr std::int64_t kDirectRows = !kStored ? 0 : kQuantized<T> ? 4 : 2 * kRowBlock;
   // Rows that go through all steps of a tile before the next ones: what they use stays in the nearest cache.
   static constexpr std::int64_t kGroup = 8 * kRowBlock;
 
@@ -80,21 +81,22 @@ class PairRows : public JobRows<T> {
     for (std::int64_t row = 0; row < rows_; row += kGroup) attend_rows(row, std::min(kGroup, rows_ - row));
   }
 
-  // Whether the rows are so few that values are multiplied as they are stored.
-  bool is_direct() const { return kStored && rows_ <= kDirectRows; }
+  // Whether the rows are so few that keys and values are multiplied as they are stored.
+  bool is_direct() const { return rows_ <= kDirectRows; }
 
   // Blocks first .. last - 1 of the tile's keys as operands, and of its values.
   void prepare_keys(int first, int last) {
     if constexpr (kQuantized<T>) {
       for (int b = first; b < last; ++b) {
+        if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
+        if (is_direct()) continue;
         fetch_page(next_keys_[b], cache_.key_page);
         Number* out = keys_of_codes_ + b * kLanes * depth_;
-        if constexpr (kInteger) {
+        if constexpr (kStored) {
           pair_key_words(keys_[b], step_.key_dim, out);
         } else {
           pair_keys(keys_[b], cache_.key_page, step_.key_dim, depth_, out);
         }
-        if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
       }
     }
   }
@@ -156,11 +158,18 @@ class PairRows : public JobRows<T> {
 
   // Rows begin .. end - 1 of the group that starts at row `first`, and positions `clip`.
   void score(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
+    if constexpr (kStored && kQuantized<T>) {
+      if (is_direct()) return score(StoredKeys<T, Number>{keys_, next_keys_}, first, begin, end, clip);
+    }
+    score(PairedKeys<Number>{operands_, next_operands_}, first, begin, end, clip);
+  }
+
+  template <class Keys>
+  void score(const Keys& keys, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
     this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
       if (block.any.begin >= block.any.end) return;
-      kScorePairs<Number>[block.rows](q_ + block.row * depth_, depth_, operands_, next_operands_,
-                                      block.any.begin / kLanes, block.any.blocks_end(),
-                                      scores_ + (block.row - first) * kTile);
+      kScorePairs<Keys>[block.rows](q_ + block.row * depth_, depth_, keys, block.any.begin / kLanes,
+                                    block.any.blocks_end(), scores_ + (block.row - first) * kTile);
     });
   }
 
@@ -178,22 +187,23 @@ class PairRows : public JobRows<T> {
              float* out) const {
     const std::int64_t width = step_.width;
     this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
-      int from = (block.all.begin + 1) / 2, to = block.all.end / 2;  // pairs that all rows see
-      if (from >= to) from = to = kTile / 2;
+      int from = (block.all.begin + 1) / 2 * 2, to = block.all.end / 2 * 2;  // of pairs that all rows see
+      if (from >= to) from = to = kTile;
       // Positions that only some of them see are added row by row.
-      const auto alone = [&](const TilePart& positions) {
+      const auto alone = [&](int begin, int end) {
         for (std::int64_t row = block.row; row < block.row + block.rows; ++row) {
           const TilePart part = this->clipped(row / step_.group, clip);
-          const int start = std::max(part.begin, positions.begin), stop = std::min(part.end, positions.end);
+          const int start = std::max(part.begin, begin), stop = std::min(part.end, end);
           if (start >= stop) continue;
-          weigh_positions(weights_ + (row - first) * kTile, values, start, stop, out + (row - first) * width);
+          weigh_pair_rows<Values, 1, true>(weights_ + (row - first) * kTile, values, start, stop,
+                                           out + (row - first) * width);
         }
       };
-      alone({0, 2 * from});
+      alone(0, from);
       if (from == to) return;
       kWeighPairs<Values>[block.rows](weights_ + (block.row - first) * kTile, values, from, to,
                                       out + (block.row - first) * width);
-      alone({2 * to, kTile});
+      alone(to, kTile);
     });
   }
 
