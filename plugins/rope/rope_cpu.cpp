@@ -13,7 +13,7 @@ struct Run {
 };
 
 struct Pairing {
-  const std::int32_t *first, *second;  // index[0], index[2]
+  const std::int32_t *first, *second;  // index[0] and index[2], or of the coefficients index[1] and index[3]
   std::int64_t size;
 
   bool straight(std::int64_t i, std::int64_t from) const {
@@ -64,11 +64,7 @@ class Rope : public Kernel {
       float *a = coefficients + 2 * size * thread, *b = a + size;
       for (std::int64_t t = begin; t < end; ++t) {
         const std::int64_t p = position(positions, t);
-        const float* row = table.as<const float>() + p * table.stride[0];
-        for (std::int64_t i = 0; i < size; ++i) {
-          a[i] = sign_[i] * row[index_[size + i]];
-          b[i] = sign_[size + i] * row[index_[3 * size + i]];
-        }
+        find_coefficients(table.as<const float>() + p * table.stride[0], a, b);
         for (std::int64_t h = 0; h < heads; ++h) {
           rotate(x.as<const float>() + t * x.stride[0] + h * x.stride[1], a, b,
                  y.as<float>() + t * y.stride[0] + h * y.stride[1]);
@@ -88,6 +84,34 @@ class Rope : public Kernel {
     return positions.as<const std::int64_t>()[t * positions.stride[0]];
   }
 
+  // Calls f(i, lanes) for 16 outputs of a run after the other; the lanes of whole vectors are known when this is
+  // compiled.
+  template <class F>
+  static LLMC_INLINE void for_each_vector(const Run& run, F&& f) {
+    std::int64_t i = run.begin;
+    for (; i + 16 <= run.end; i += 16) f(i, 16);
+    if (i < run.end) f(i, static_cast<int>(run.end - i));
+  }
+
+  // a and b from the row of the table of one position.
+  void find_coefficients(const float* row, float* a, float* b) const {
+    const std::int32_t *first = index_.data() + size_, *second = first + 2 * size_;
+    const float *sign = sign_.data(), *other_sign = sign + size_;
+    for (const Run& run : coefficient_runs_) {
+      if (run.kind == Run::straight) {
+        for_each_vector(run, [&](std::int64_t i, int lanes) {
+          store(a + i, load(sign + i, lanes) * load(row + i + run.first, lanes), lanes);
+          store(b + i, load(other_sign + i, lanes) * load(row + i + run.second, lanes), lanes);
+        });
+        continue;
+      }
+      for (std::int64_t i = run.begin; i < run.end; ++i) {
+        a[i] = sign[i] * row[first[i]];
+        b[i] = other_sign[i] * row[second[i]];
+      }
+    }
+  }
+
   void rotate(const float* x, const float* a, const float* b, float* y) const {
     for (const Run& run : runs_) {
       if (run.kind == Run::scattered) {
@@ -95,12 +119,11 @@ class Rope : public Kernel {
         for (std::int64_t i = run.begin; i < run.end; ++i) y[i] = x[first[i]] * a[i] + x[second[i]] * b[i];
         continue;
       }
-      for (std::int64_t i = run.begin; i < run.end; i += 16) {
-        const int lanes = static_cast<int>(std::min<std::int64_t>(16, run.end - i));
+      for_each_vector(run, [&](std::int64_t i, int lanes) {
         f32x16 other = load(x + i + run.second, lanes);
         if (run.kind == Run::neighbours) other = swap_pairs(other);
         store(y + i, load(x + i + run.first, lanes) * load(a + i, lanes) + other * load(b + i, lanes), lanes);
-      }
+      });
     }
   }
 
@@ -149,7 +172,9 @@ class Rope : public Kernel {
         sign_.push_back(sign.as<const float>()[row * sign.stride[0] + i * sign.stride[1]]);
       }
     }
-    runs_ = Pairing{index_.data(), index_.data() + 2 * outputs, outputs}.runs();
+    const std::int32_t* rows = index_.data();
+    runs_ = Pairing{rows, rows + 2 * outputs, outputs}.runs();
+    coefficient_runs_ = Pairing{rows + outputs, rows + 3 * outputs, outputs}.runs();
     size_ = outputs;
     inputs_ = inputs;
     learned_ = index.data;
@@ -157,7 +182,7 @@ class Rope : public Kernel {
 
   std::vector<std::int32_t> index_;  // [4, Do]
   std::vector<float> sign_;          // [2, Do]
-  std::vector<Run> runs_;
+  std::vector<Run> runs_, coefficient_runs_;
   std::int64_t size_ = -1, inputs_ = -1;
   const void* learned_ = nullptr;
 };
