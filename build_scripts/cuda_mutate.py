@@ -81,6 +81,7 @@ TESTS = {
         "test_product_ops.py::test_tokens_have_the_same_bits_in_any_number",
     ),
     "paged_attention": ("test_attention_cuda.py",),
+    "reduce": (f"{SMALL}[reduce]", "test_small_ops.py::test_the_place_in_a_row_without_numbers_is_the_first"),
 }
 """Of a file or folder; else the one of its op in test_small_ops.py. Those that take the least time run first."""
 

@@ -1,10 +1,16 @@
 // Products of codes: lines of quantized weights (unsigned bytes) times signed bytes of x, exact at every level.
 //
-//   i32x16                    sums of 16 rows: zero_ints() broadcast_int(n) to_float(v); load_bytes(p): 16 uint8 as
-//   floats Line<F>(p)                a line of 64 bytes, unpacked dot(sum, line, x)         sum + line * x, x the codes
-//   of the line's columns as spread_codes() lays them out where they are words kQuadBytes<F>             bytes of four
-//   columns of x: codes, or in levels that multiply 16 bits at a time, words in
-//                             the order 0 2 1 3, since even and odd bytes of a weight are apart with one operation
+// i32x16: sums of 16 rows, with zero_ints(), broadcast_int(n) and to_float(v).
+//
+// load_bytes(p): 16 uint8 as floats.
+//
+// Line<F>(p): a line of 64 bytes, unpacked.
+//
+// dot(sum, line, x): sum + line * x, x the codes of the line's columns, as spread_codes() lays them out where they are
+// words.
+//
+// kQuadBytes<F>: bytes of four columns of x. They are codes, or in levels that multiply 16 bits at a time words in the
+// order 0 2 1 3, since even and odd bytes of a weight are apart with one operation.
 #pragma once
 #include "quantized.h"
 #ifdef LLMC_NEON
