@@ -1,4 +1,4 @@
-"""What a dry run tells of the memory of a device."""
+"""What a dry run tells of the memory of a device. `llmc inspect` of an engine uses it too, without what compiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.config import BLOCK_SIZE
-from llmc.compiler.cuda.build import cuda_model
-from llmc.compiler.lower import plan_steps
 from llmc.runtime.devices.cuda import memory
 from llmc.runtime.devices.cuda.memory import MemoryPlan
 from llmc.runtime.devices.cuda.program import aligned
@@ -32,6 +30,8 @@ KERNEL_BYTES = 32 << 10
 
 def device_memory(compiled: Compiled) -> dict[str, Any]:
     """The plan of the memory of a device, for the first architecture; exact but for kernels and graphs."""
+    from llmc.compiler.lower import plan_steps
+
     assert compiled.cuda is not None, "it is for a device"
     arch, kernels = next(iter(compiled.cuda.kernels.items()))
     lowered, limits = compiled.cuda.lowered, Limits(**vars(compiled.limits))
@@ -50,6 +50,7 @@ def device_memory(compiled: Compiled) -> dict[str, Any]:
 
 def with_drafts(compiled: Compiled, heads: HeadsToBuild | None, config: BuildConfig) -> Compiled:
     """For a dry run: with the parts for the device that the engine will have to draft with."""
+    from llmc.compiler.cuda.build import cuda_model
     from llmc.compiler.eagle.build import eagle_part
     from llmc.compiler.medusa.build import heads_part
     from llmc.compiler.quantize.build import predicted
