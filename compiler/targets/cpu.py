@@ -7,5 +7,5 @@ TARGET = Target(
     device="cpu",
     kernels=("cpu",),
     alignment=64,
-    summary="any x86-64 CPU (AVX2, AVX-512, AVX-512 BF16 chosen at load), or plain C++",
+    summary="x86-64 (AMX, AVX-512, AVX2) or aarch64 (i8mm, dotprod, NEON), chosen at load, or plain C++",
 )
