@@ -48,7 +48,7 @@ class EngineLoop:
         self._tickets: dict[int, tuple[Ticket, Request]] = {}
         self._new: set[int] = set()
         self._outstanding: dict[Ticket, None] = {}
-        self._stopping, self._failed_steps, self._turned = False, 0, time.monotonic()
+        self._stopping, self._held, self._failed_steps, self._turned = False, False, 0, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -86,9 +86,9 @@ class EngineLoop:
         self._inbox.put(lambda: self._abort(ticket))
 
     def pause(self, paused: bool) -> None:
-        """Stop between two steps, or go on."""
+        """Stop between two steps, or go on with all that was submitted before."""
         self.paused = paused
-        self._inbox.put(lambda: None)
+        self._inbox.put(lambda: self._hold(paused))
 
     def call(self, action: Callable[[LLM], None]) -> None:
         """Have the thread do something between two steps."""
@@ -126,7 +126,7 @@ class EngineLoop:
             while not self._stopping:
                 self._turned = time.monotonic()
                 self._take()
-                if self.llm.has_unfinished and not self.paused:
+                if self.llm.has_unfinished and not self._held:
                     begin = time.monotonic()
                     deltas = self.llm.step()
                     self._report_started(begin)
@@ -138,7 +138,7 @@ class EngineLoop:
 
     def _take(self) -> None:
         """Do what the inbox holds; wait for it if there is nothing else to do."""
-        wait = self.paused or not self.llm.has_unfinished
+        wait = self._held or not self.llm.has_unfinished
         try:
             while True:
                 action = self._inbox.get(timeout=IDLE_SECONDS) if wait else self._inbox.get_nowait()
@@ -146,6 +146,9 @@ class EngineLoop:
                 action()
         except queue.Empty:
             pass
+
+    def _hold(self, held: bool) -> None:
+        self._held = held
 
     def _add(self, ticket: Ticket) -> None:
         try:
