@@ -81,8 +81,9 @@ class MoveParams(ctypes.Structure):
 
 
 def padded(dims: int) -> int:
-    """Dims of a key or a value in the cache."""
-    return -(-dims // 16) * 16
+    """Dims of a key or a value in the cache: two warps share those of a value behind 128, 16 at a time."""
+    step = 16 if dims <= 128 else 32
+    return -(-dims // step) * step
 
 
 def array_bytes(
@@ -242,9 +243,15 @@ def _tile_bytes(dtypes: tuple[str, str], widths: tuple[int, int]) -> int:
     return keys * (2 * sum(widths) + 32) + codes + (keys * 8 if size == 1 else 0) + 16
 
 
+def _share(widths: tuple[int, int]) -> int:
+    """Tile<...>::SHARE: warps that share 16 rows."""
+    return 2 if widths[1] > 128 else 1
+
+
 def _prefill_bytes(dtypes: tuple[str, str], widths: tuple[int, int], warps: int) -> int:
     """Shared memory of attention_prefill: queries, a tile, and for each warp what it saw of the units before."""
-    return warps * (16 * (2 * widths[0] + 16) + widths[1] * 64 + 512) + _tile_bytes(dtypes, widths)
+    seen = widths[1] * 64 + 512 * _share(widths)
+    return warps * (16 * (2 * widths[0] + 16) + seen) + _tile_bytes(dtypes, widths)
 
 
 def _prefill(p: AttentionParams, dtypes: tuple[str, str], widths: tuple[int, int], biased: bool, tokens: int) -> Launch:
@@ -252,12 +259,12 @@ def _prefill(p: AttentionParams, dtypes: tuple[str, str], widths: tuple[int, int
     if _prefill_bytes(dtypes, widths, warps) > _LEAST_SHARED:
         warps = 1
     rows, shared = 16 * warps, _prefill_bytes(dtypes, widths, warps)
-    kernel = _instance("attention_prefill", dtypes, widths, biased, f"{warps}, ", 32 * warps)
+    kernel = _instance("attention_prefill", dtypes, widths, biased, f"{warps}, ", 32 * warps * _share(widths))
     return Launch(kernel, p, (-(-tokens * p.group // rows) + p.sequences, p.kv_heads, 1), shared)
 
 
 def _decode(p: AttentionParams, dtypes: tuple[str, str], widths: tuple[int, int], biased: bool) -> Launch:
-    kernel = _instance("attention_decode", dtypes, widths, biased, "", 32)
+    kernel = _instance("attention_decode", dtypes, widths, biased, "", 32 * _share(widths))
     shared = 16 * (2 * widths[0] + 16) + _tile_bytes(dtypes, widths)
     blocks = min(p.sequences * p.max_units, _BLOCKS)
     return Launch(kernel, p, (blocks, p.kv_heads * -(-p.part_rows // 16), 1), shared)

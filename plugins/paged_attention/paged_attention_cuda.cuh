@@ -68,13 +68,14 @@ DEV void copy_queries(const AttentionParams& p, const Sequence& sequence, int kv
   }
 }
 
-// Sequences of many rows: a block takes 16 rows for each warp, and all keys that these see. Grid: as many blocks as
-// there can be, kv heads.
+// Sequences of many rows: a block takes 16 rows WARPS times, each time for the warps that share them (see Tile), and
+// all keys that these see. Grid: as many blocks as there can be, kv heads.
 template <class T, class KV, int DK, int DV, int WARPS, bool BIASED>
 DEV void attention_prefill(const AttentionParams& p) {
-  constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS;
+  using Sizes = Tile<T, KV, DK, DV>;
+  constexpr int ROWS = 16 * WARPS, THREADS = 32 * WARPS * Sizes::SHARE, PART = Sizes::PART;
   DYN_SMEM(shared);
-  int s, block, lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
+  int s, block, lane = threadIdx.x % 32, warp = threadIdx.x / 32, team = warp / Sizes::SHARE, kv_head = blockIdx.y;
   auto blocks = [&](int i) {
     Sequence of = sequence_of(p, i);
     return is_short(p, of) ? 0 : (of.rows * p.group + ROWS - 1) / ROWS;
@@ -83,24 +84,24 @@ DEV void attention_prefill(const AttentionParams& p) {
   if (!find_work(p, gridDim.x - 1 - blockIdx.x, blocks, s, block)) return;
   Sequence sequence = sequence_of(p, s);
   int first_row = block * ROWS;
-  LaneRows rows = rows_of_lane(p, sequence, kv_head, first_row + warp * 16);
+  LaneRows rows = rows_of_lane(p, sequence, kv_head, first_row + team * 16);
   int low = first_visible(p, sequence.past + (p.tree_mask ? 0 : first_row / p.group));
   int end = min(sequence.length(), sequence.past + (first_row + ROWS - 1) / p.group + 1);
   if (p.tree_mask) end = sequence.length();
-  unsigned char* queries = shared + warp * 16 * (DK * 2 + 16);
+  unsigned char* queries = shared + team * 16 * (DK * 2 + 16);
   unsigned char* tiles = shared + ROWS * (DK * 2 + 16);
   // What was seen of the units before, for each lane its own numbers: values, then largest logits and sums.
-  unsigned char* saved = tiles + Tile<T, KV, DK, DV>::BYTES + warp * (DV * 64 + 512) + lane * 16;
+  unsigned char* saved = tiles + Sizes::BYTES + warp * (PART * 64 + 512) + lane * 16;
   copy_queries<T, DK, THREADS, ROWS>(p, sequence, kv_head, first_row, shared);
-  Seen<DV> seen;
+  Seen<PART> seen;
   int first_unit = unit_of(low);
   walk<T, KV, DK, DV, THREADS, BIASED>(
       p, sequence, rows, kv_head, queries, tiles, low, end, seen, [&](int unit, bool last) {
         float4 sums = {NEG_INF, NEG_INF, 0.0f, 0.0f};
-        if (unit != first_unit) sums = ld_vec<float4>(saved + DV * 64);
+        if (unit != first_unit) sums = ld_vec<float4>(saved + PART * 64);
         Merge merge[2] = {Merge(sums.x, sums.z, seen.top[0], seen.sum[0]),
                           Merge(sums.y, sums.w, seen.top[1], seen.sum[2])};
-        UNROLL for (int i = 0; i < DV / 8; ++i) {
+        UNROLL for (int i = 0; i < PART / 8; ++i) {
           float4 old = {0.0f, 0.0f, 0.0f, 0.0f};
           if (unit != first_unit) old = ld_vec<float4>(saved + i * 512);
           float* now = seen.values[i];
@@ -112,7 +113,7 @@ DEV void attention_prefill(const AttentionParams& p) {
           now[3] = old.w;
         }
         if (!last) {
-          st_vec<float4>(saved + DV * 64, sums);
+          st_vec<float4>(saved + PART * 64, sums);
           seen.clear();
         } else {
           seen.top[0] = sums.x;
@@ -126,8 +127,8 @@ DEV void attention_prefill(const AttentionParams& p) {
     if (rows.token[half] < 0) continue;
     Finish finish(p, rows.head[half], seen.top[half], seen.sum[2 * half]);
     T* y = static_cast<T*>(p.y) + rows.token[half] * p.y_token + rows.head[half] * p.y_head;
-    UNROLL for (int i = 0; i < DV / 8; ++i) {
-      int d = i * 8 + lane % 4 * 2;
+    UNROLL for (int i = 0; i < PART / 8; ++i) {
+      int d = warp % Sizes::SHARE * PART + i * 8 + lane % 4 * 2;
       if (d >= p.value_dim) continue;
       float first = finish(p, kv_head, d, seen.values[i][2 * half]);
       if (pairs) {
@@ -145,12 +146,15 @@ DEV int64_t part_of(const AttentionParams& p, int sequence, int unit, int kv_hea
   return ((static_cast<int64_t>(sequence) * p.max_units + unit) * p.kv_heads + kv_head) * p.part_rows + row;
 }
 
-// Sequences of few rows: a block is one warp and takes a unit with 16 rows. Grid: any number of blocks, which share
-// the units; kv heads times 16 rows.
+// Sequences of few rows: a block is the warps that share 16 rows (see Tile) and takes a unit with them. Grid: any
+// number of blocks, which share the units; kv heads times 16 rows.
 template <class T, class KV, int DK, int DV, bool BIASED>
 DEV void attention_decode(const AttentionParams& p) {
+  using Sizes = Tile<T, KV, DK, DV>;
+  constexpr int THREADS = 32 * Sizes::SHARE, PART = Sizes::PART;
   DYN_SMEM(shared);
-  int lane = threadIdx.x, kv_head = blockIdx.y % p.kv_heads, first_row = blockIdx.y / p.kv_heads * 16, s, item;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y % p.kv_heads, s, item;
+  int first_row = blockIdx.y / p.kv_heads * 16;
   auto units = [&](int i) {
     int first;
     return units_of(p, sequence_of(p, i), first);
@@ -164,19 +168,19 @@ DEV void attention_decode(const AttentionParams& p) {
     LaneRows rows = rows_of_lane(p, sequence, kv_head, first_row);
     int low = max(first_visible(p, sequence.past), unit_start(mine));
     int end = min(sequence.length(), unit_start(mine + 1));
-    __syncwarp();  // queries of the unit before are not read any more
-    copy_queries<T, DK, 32, 16>(p, sequence, kv_head, first_row, shared);
-    Seen<DV> seen;
-    walk<T, KV, DK, DV, 32, BIASED>(
+    tile_barrier<THREADS>();  // queries of the unit before are not read any more
+    copy_queries<T, DK, THREADS, 16>(p, sequence, kv_head, first_row, shared);
+    Seen<PART> seen;
+    walk<T, KV, DK, DV, THREADS, BIASED>(
         p, sequence, rows, kv_head, shared, shared + 16 * (DK * 2 + 16), low, end, seen, [&](int unit, bool) {
           UNROLL for (int half = 0; half < 2; ++half) {
             if (rows.token[half] < 0) continue;
             int64_t part = part_of(p, s, unit, kv_head, first_row + lane / 4 + 8 * half);
-            float* values = static_cast<float*>(p.part_values) + part * DV + lane % 4 * 2;
-            UNROLL for (int i = 0; i < DV / 8; ++i) {
+            float* values = static_cast<float*>(p.part_values) + part * DV + warp * PART + lane % 4 * 2;
+            UNROLL for (int i = 0; i < PART / 8; ++i) {
               st_vec<float2>(values + i * 8, float2{seen.values[i][2 * half], seen.values[i][2 * half + 1]});
             }
-            if (lane % 4 == 0) {
+            if (lane % 4 == 0 && warp == 0) {
               st_vec<float2>(static_cast<float*>(p.part_sums) + part * 2, float2{seen.top[half], seen.sum[2 * half]});
             }
           }

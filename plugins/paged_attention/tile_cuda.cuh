@@ -31,6 +31,10 @@ struct Tile {
   static constexpr int SCALES = VALUE_CODES + (WIDENED ? KEYS * DV * static_cast<int>(sizeof(KV)) : 0);
   static constexpr int FLAGS = SCALES + (SCALED<KV> ? KEYS * 8 : 0);  // a word of each warp: values that are not finite
   static constexpr int BYTES = FLAGS + 16;
+  // Warps that share 16 rows: all of them multiply the keys, and each adds up its part of the values, since one lane
+  // has no registers for the sums of more than 128 dims.
+  static constexpr int SHARE = DV > 128 ? 2 : 1, PART = DV / SHARE;
+  static_assert(PART % 16 == 0);
 };
 
 // A barrier of all who share a tile: a block, or a block of one warp.
@@ -232,24 +236,55 @@ DEV void make_weights(float (*logits)[4], Seen<DV>& seen) {
   UNROLL for (int e = 0; e < 4; ++e) seen.sum[e] *= factor[e / 2];
 }
 
-// Takes what is not finite out of a pair, and puts ones where it was: in `up` for infinity, in `down` for -infinity, in
-// both for what is no number.
+// A number is not finite if all these bits of it are set.
 template <class T>
-DEV void take_odd(uint32_t& pair, uint32_t& up, uint32_t& down) {
-  constexpr uint32_t INFINITE = SAME<T, BF16> ? 0x7f80u : 0x7c00u, ONE = SAME<T, BF16> ? 0x3f80u : 0x3c00u;
-  up = down = 0;
-  UNROLL for (int half = 0; half < 32; half += 16) {
-    uint32_t bits = pair >> half & 0xffffu, magnitude = bits & 0x7fffu;
-    if (magnitude < INFINITE) continue;
-    if (magnitude > INFINITE || bits == magnitude) up |= ONE << half;
-    if (magnitude > INFINITE || bits != magnitude) down |= ONE << half;
-    pair &= ~(0xffffu << half);
+constexpr uint32_t INFINITE = SAME<T, BF16> ? 0x7f80u : 0x7c00u;
+
+// Adds values that are not finite to the rows that see them, one by one: there are next to none. A key that is seen has
+// a weight that is not 0. `own_values`: those of the dims of this warp.
+template <class T, int KEYS, int DV, int PART>
+DEV void add_odd_values(const unsigned char* own_values, const float (*weights)[4], Seen<PART>& seen) {
+  constexpr int ROW = DV * 2 + 16;
+  int lane = threadIdx.x % 32;
+  // Of 8 n keys, bit 8 n + 4 e + t says that the row sees key 8 n + 2 t + e, whose weight is in the lane t of four.
+  uint64_t visible[2] = {0, 0};
+  UNROLL for (int half = 0; half < 2; ++half) {
+    UNROLL for (int i = 0; i < KEYS / 4; ++i) {
+      uint64_t lanes = __ballot_sync(FULL_WARP, weights[i / 2][2 * half + i % 2] != 0.0f) >> (lane & 28) & 0xfu;
+      visible[half] |= lanes << 4 * i;
+    }
+  }
+  _Pragma("unroll 1") for (int k = 0; k < KEYS; ++k) {
+    const unsigned char* row = own_values + (k / 8 * 8 + k % 4 * 2 + k / 4 % 2) * ROW + lane % 4 * 4;
+    UNROLL for (int d = 0; d < PART / 8; ++d) {
+      uint32_t pair = ld_vec<uint32_t>(row + d * 16);
+      UNROLL for (int e = 0; e < 2; ++e) {
+        uint32_t bits = pair >> 16 * e & 0xffffu;
+        if ((bits & INFINITE<T>) != INFINITE<T>) continue;
+        float value = to_f(T{static_cast<uint16_t>(bits)});
+        if (visible[0] >> k & 1) seen.values[d][e] += value;
+        if (visible[1] >> k & 1) seen.values[d][2 + e] += value;
+      }
+    }
   }
 }
 
-// ODD: some values may not be finite.
-template <class T, int KEYS, int DV, bool ODD>
-DEV void add_values(const unsigned char* values, const float (*weights)[4], Seen<DV>& seen) {
+// Makes zeros of values that are not finite.
+template <class T, int KEYS, int DV, int THREADS>
+DEV void clear_odd_values(unsigned char* values) {
+  constexpr int WORDS = DV / 2, ROW = DV * 2 + 16;
+  _Pragma("unroll 1") for (int i = threadIdx.x; i < KEYS * WORDS; i += THREADS) {
+    unsigned char* place = values + i / WORDS * ROW + i % WORDS * 4;
+    uint32_t pair = ld_vec<uint32_t>(place);
+    if ((pair & INFINITE<T>) == INFINITE<T>) pair &= 0xffff0000u;
+    if ((pair >> 16 & INFINITE<T>) == INFINITE<T>) pair &= 0xffffu;
+    st_vec<uint32_t>(place, pair);
+  }
+}
+
+// PART: of the DV dims, those that this warp adds up, the first at `own_values`.
+template <class T, int KEYS, int DV, int PART>
+DEV void add_values(const unsigned char* own_values, const float (*weights)[4], Seen<PART>& seen) {
   constexpr int ROW = DV * 2 + 16;
   int lane = threadIdx.x % 32;
   uint32_t ones[2] = {pack2(T{}, 1.0f, 1.0f), pack2(T{}, 1.0f, 1.0f)};
@@ -258,47 +293,26 @@ DEV void add_values(const unsigned char* values, const float (*weights)[4], Seen
     uint32_t a[4] = {pack2(T{}, left[0], left[1]), pack2(T{}, left[2], left[3]), pack2(T{}, right[0], right[1]),
                      pack2(T{}, right[2], right[3])};
     mma16816(T{}, seen.sum, a, ones);
-    uint32_t visible[4];
-    if constexpr (ODD) {
-      UNROLL for (int i = 0; i < 4; ++i) {
-        const float* pair = (i < 2 ? left : right) + i % 2 * 2;
-        visible[i] = pack2(T{}, pair[0] != 0.0f ? 1.0f : 0.0f, pair[1] != 0.0f ? 1.0f : 0.0f);
-      }
-    }
-    UNROLL for (int d = 0; d < DV / 8; d += 2) {
+    UNROLL for (int d = 0; d < PART / 8; d += 2) {
       uint32_t b[4];
-      if constexpr (ODD) __syncwarp();  // else what is loaded ahead takes registers away from the usual case
-      ldmatrix4_t(b, values + (k * 16 + lane % 16) * ROW + d * 16 + lane / 16 * 16);
-      uint32_t up[4], down[4];
-      if constexpr (ODD) {
-        UNROLL for (int i = 0; i < 4; ++i) take_odd<T>(b[i], up[i], down[i]);
-      }
+      ldmatrix4_t(b, own_values + (k * 16 + lane % 16) * ROW + d * 16 + lane / 16 * 16);
       mma16816(T{}, seen.values[d], a, b);
       mma16816(T{}, seen.values[d + 1], a, b + 2);
-      if constexpr (ODD) {
-        UNROLL for (int i = 0; i < 2; ++i) {
-          float ups[4] = {0.0f, 0.0f, 0.0f, 0.0f}, downs[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          mma16816(T{}, ups, visible, up + 2 * i);
-          mma16816(T{}, downs, visible, down + 2 * i);
-          UNROLL for (int e = 0; e < 4; ++e) {
-            float& sum = seen.values[d + i][e];
-            if (ups[e] > 0.0f) sum += INF;
-            if (downs[e] > 0.0f) sum -= INF;
-          }
-        }
-      }
     }
   }
 }
 
-// Lets the warps of a block, 16 rows each, see the tiles from `start` to `end` (not included) of a sequence, of which
-// the keys low .. end - 1 exist for some row. At the end of each unit, at_unit(unit, whether it is the last one).
+// Lets the warps of a block, 16 rows each or each few of them, see the tiles from `start` to `end` (not included) of a
+// sequence, of which the keys low .. end - 1 exist for some row. At the end of each unit, at_unit(unit, whether it is
+// the last one).
 template <class T, class KV, int DK, int DV, int THREADS, bool BIASED, class AtUnit>
 DEV void walk(const AttentionParams& p, const Sequence& sequence, const LaneRows& rows, int kv_head,
-              const unsigned char* queries, unsigned char* tiles, int low, int end, Seen<DV>& seen, AtUnit at_unit) {
+              const unsigned char* queries, unsigned char* tiles, int low, int end,
+              Seen<Tile<T, KV, DK, DV>::PART>& seen, AtUnit at_unit) {
   using Sizes = Tile<T, KV, DK, DV>;
-  constexpr int KEYS = Sizes::KEYS;
+  constexpr int KEYS = Sizes::KEYS, PART = Sizes::PART;
   unsigned char *values = tiles + Sizes::VALUES, *flags = tiles + Sizes::FLAGS;
+  const unsigned char* own_values = values + threadIdx.x / 32 % Sizes::SHARE * PART * 2;
   auto copy_keys = [&](int start) {
     if constexpr (Sizes::WIDENED) {
       constexpr int KEY_BYTES = DK * static_cast<int>(sizeof(KV)), VALUE_BYTES = DV * static_cast<int>(sizeof(KV));
@@ -349,10 +363,12 @@ DEV void walk(const AttentionParams& p, const Sequence& sequence, const LaneRows
       tile_barrier<THREADS>();  // values have arrived
     }
     if (any_odd<THREADS>(flags)) {
-      add_values<T, KEYS, DV, true>(values, scores, seen);
-    } else {
-      add_values<T, KEYS, DV, false>(values, scores, seen);
+      add_odd_values<T, KEYS, DV, PART>(own_values, scores, seen);
+      tile_barrier<THREADS>();  // all have seen them
+      clear_odd_values<T, KEYS, DV, THREADS>(values);
+      tile_barrier<THREADS>();  // all are zeros
     }
+    add_values<T, KEYS, DV, PART>(own_values, scores, seen);
     int unit = unit_of(start);
     if (next >= end || unit_of(next) != unit) at_unit(unit, next >= end);
   }

@@ -68,6 +68,7 @@ def test_centers_and_scales_of_an_odd_number_of_dims(monkeypatch: pytest.MonkeyP
     [
         *(((3, 1, 96, 96), "bfloat16"), ((8, 1, 128, 128), "bfloat16"), ((2, 1, 192, 128), "bfloat16")),
         *(((2, 2, 256, 256), "bfloat16"), ((2, 1, 192, 80), "int8"), ((2, 1, 22, 18), "int8")),
+        ((2, 1, 134, 135), "float8_e4m3"),
     ],
 )
 def test_head_sizes(heads: tuple[int, int, int, int], kv: str) -> None:
@@ -79,12 +80,13 @@ def test_head_sizes(heads: tuple[int, int, int, int], kv: str) -> None:
 
 
 def test_the_largest_heads_fit_on_every_device() -> None:
-    """A block of one warp, where keys of 256 dims are widened; no launch takes more than 99 KB of shared memory."""
+    """Blocks of 32 rows and, where keys are widened, of 16; no launch takes more than 99 KB of shared memory."""
     rng = np.random.default_rng(8)
     sample = reference._sample(rng, ((0, 40),), (4, 2, 256, 256), PLAIN | {"scale": 0.1}, sinks=False, slopes=False)
-    check(sample, "bfloat16", "float16", "256 dims, 40 rows")
+    for kv in ("bfloat16", "float16"):
+        check(sample, "bfloat16", kv, "256 dims, 40 rows")
     for dtypes in itertools.product(("bfloat16", "float16"), cuda.KV_DTYPES):
-        for widths in itertools.product(range(16, 257, 16), repeat=2):
+        for widths in itertools.product(sorted({cuda.padded(dims) for dims in range(1, 257)}), repeat=2):
             p = cuda.AttentionParams(group=1, sequences=1, kv_heads=1, max_units=1, part_rows=1)
             launches = (cuda._prefill(p, dtypes, widths, False, 100), cuda._decode(p, dtypes, widths, False))
             assert all(launch.shared <= 99 << 10 for launch in launches), (dtypes, widths)
@@ -95,6 +97,7 @@ BITS: list[tuple[str, str, tuple[int, int, int, int], dict[str, Any]]] = [
     ("bfloat16", "float8_e4m3", (4, 2, 16, 16), {"window": 300}),
     ("float16", "float16", (6, 2, 64, 64), {"chunk": 200}),
     ("bfloat16", "bfloat16", (9, 1, 16, 16), {"softcap": 3.0, "window": 90}),
+    ("bfloat16", "bfloat16", (2, 1, 16, 160), {}),
 ]
 
 
@@ -242,17 +245,20 @@ def test_rows_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv"),
-    [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "int8"), ("bfloat16", "float8_e4m3")],
+    ("dtype", "kv", "dims", "dim"),
+    [
+        *(("bfloat16", "bfloat16", 32, 5), ("float16", "float16", 32, 5), ("bfloat16", "int8", 32, 5)),
+        *(("bfloat16", "float8_e4m3", 32, 5), ("bfloat16", "bfloat16", 160, 85)),
+    ],
 )
-def test_values_that_are_not_finite_reach_the_rows_that_see_them(dtype: str, kv: str) -> None:
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(dtype: str, kv: str, dims: int, dim: int) -> None:
     """Not those before them or behind the window, which are in the same tile and have the bits of finite values."""
-    heads, length, window = (2, 1, 16, 32), 80, 20
+    heads, length, window = (2, 1, 16, dims), 80, 20
     odd = {30: np.inf, 33: -np.inf, 61: np.nan}
     clean = random_rows(np.random.default_rng(7), heads, length, dtype)
     dirty = Rows(0, 0, clean.q, clean.k, clean.v.copy())
     for place, value in odd.items():
-        dirty.v[place, 0, 5] = value
+        dirty.v[place, 0, dim] = value
     with Emulator() as device:
         found = []
         for rows in (clean, dirty):
@@ -264,8 +270,8 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(dtype: str, kv:
     seen = {place: np.isin(np.arange(length), np.arange(place, place + window)) for place in odd}
     np.testing.assert_array_equal(found[0][~np.any(list(seen.values()), 0)], found[1][~np.any(list(seen.values()), 0)])
     if kv == dtype:
-        assert np.isfinite(np.delete(found[1], 5, 1)).all()
-        column = found[1][:, 5]
+        assert np.isfinite(np.delete(found[1], dim, 1)).all()
+        column = found[1][:, dim]
         np.testing.assert_array_equal(column[seen[30] & ~seen[33]], np.inf)
         np.testing.assert_array_equal(column[seen[33] & ~seen[30]], -np.inf)
         assert np.isnan(column[seen[30] & seen[33] | seen[61]]).all()

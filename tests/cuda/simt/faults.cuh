@@ -87,4 +87,11 @@ DEV void fault(const FaultParams& p) {
     int32_t own[2] = {t, t};
     for (int i = 0; i <= 2; ++i) x[t] = own[i];
   }
+  if (Case == 24 || Case == 25) {  // correct: several read what one reads again and changes, behind a barrier; without
+    shared[t] = t;
+    __syncthreads();
+    x[t] = shared[t ^ 1] + shared[t ^ 2];
+    if (Case == 24) __syncwarp();
+    shared[t] += 1;
+  }
 }

@@ -57,9 +57,9 @@ static bool unordered(const Access& past, const Access& now) {
   return past.warp != now.warp || past.warp_epoch >= now.warp_epoch;
 }
 
+// A read that comes after the ones before by a barrier stands for them: what comes after it comes after all.
 static void note_read(Access& read, const Access& now) {
-  bool same_epoch = read.where == now.where && read.epoch == now.epoch;
-  if (same_epoch && read.thread != now.thread) {
+  if (read.where == now.where && unordered(read, now)) {
     read.thread = kMany;
     if (read.warp != now.warp) read.warp = kMany;
     read.warp_epoch = now.warp_epoch;
