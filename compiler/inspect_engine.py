@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from llmc.compiler.cuda.sizes import memory_facts
@@ -63,7 +63,7 @@ def _device(engine: Engine) -> dict[str, Any]:
     """Memory of a device, for the first architecture."""
     arch = targets.architectures(engine.manifest.target)[0]
     drafts = {
-        kind.name: replace(memory.plan_of(kind.beside(engine, None), arch, engine), kernels=0)  # they are the model's
+        kind.name: memory.plan_of(kind.beside(engine, None), arch, engine)
         for kind, part in ((MedusaProposer, engine.heads), (EagleProposer, engine.eagle))
         if part is not None
     }

@@ -22,8 +22,11 @@ from llmc.__main__ import cli
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.errors import UsageError
-from llmc.runtime.devices.cuda.memory import budget
+from llmc.runtime.devices.cuda.executor import CudaExecutor
+from llmc.runtime.devices.cuda.memory import budget, plan_of
 from llmc.runtime.devices.cuda.rows import rounded
+from llmc.runtime.engine import load_engine
+from llmc.runtime.speculative.eagle import EagleProposer
 from llmc.runtime.speculative.medusa import HeadRunner, MedusaProposer
 from llmc.runtime.speculative.opening import Speculation
 
@@ -92,6 +95,24 @@ def test_memory_of_heads_and_layers_is_planned(engines: Callable[[str], Path]) -
             llm.close()
             assert not held(gpu)
         assert taken[None] < min(taken["medusa"], taken["eagle"])
+
+
+def test_kernels_of_parts_are_planned_once(engines: Callable[[str], Path]) -> None:
+    """A draft engine is loaded by itself, be it the same one."""
+    engine, again = load_engine(engines("right")), load_engine(engines("right"))
+    kernels = plan_of(engine, "sm_90").kernels
+    assert kernels > 0 and plan_of(again, "sm_90", engine).kernels == kernels
+    for kind in (MedusaProposer, EagleProposer):
+        assert plan_of(kind.beside(engine, None), "sm_90", engine).kernels == 0
+    with fake_gpu([], memory=32 << 20):
+        llm = LLM(engines("right"), speculative="medusa")
+        assert isinstance(llm.executor, CudaExecutor) and llm.scheduler.speculator is not None
+        proposer = llm.scheduler.speculator._proposer
+        assert isinstance(proposer, MedusaProposer)
+        heads = proposer._runner._executor
+        assert isinstance(heads, CudaExecutor)
+        assert (llm.executor.memory.kernels, heads.memory.kernels) == (kernels, 0)
+        llm.close()
 
 
 def test_a_dry_run_and_inspect_tell_the_memory_of_what_drafts(engines: Callable[[str], Path]) -> None:

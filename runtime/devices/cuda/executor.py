@@ -68,7 +68,8 @@ class CudaExecutor:
         self.engine, self.device, self.plan, self.num_blocks = engine, device, plan, num_blocks
         self._arch = targets.choose(engine.path, engine.manifest, device.capability, device.name)
         self.isa = f"{self._arch} on {device.name}"
-        self.memory = replace(plan_of(engine, self._arch), blocks=num_blocks)
+        needs = plan_of(engine, self._arch, None if beside is None else beside.engine)
+        self.memory = replace(needs, blocks=num_blocks)
         self.vocab_size = plan.value(plan.logits).shape[1].constant
         self.most_changes, self.most_masks = MOST_CHANGES, engine.limits.max_sequences
         self._known = _kernels(engine)

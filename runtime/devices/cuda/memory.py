@@ -99,8 +99,14 @@ class BucketSize:
 
 
 def plan_of(engine: Engine, arch: str, beside: Engine | None = None) -> MemoryPlan:
-    """That of an engine with the kernels of an architecture; without the weights that it shares with another."""
-    kernels = sum(entry.size for name, entry in engine.manifest.files.items() if name.startswith(f"kernels-{arch}/"))
+    """That of an engine with the kernels of an architecture; without what it shares with another on the device.
+
+    ``beside``: the other one. Parts of an engine share its weights and kernels, a draft engine has its own.
+    """
+    files = engine.manifest.files
+    kernels = sum(entry.size for name, entry in files.items() if name.startswith(f"kernels-{arch}/"))
+    if beside is not None and files is beside.manifest.files:
+        kernels = 0
     plan, capability = fuse_gates(engine.plan), int(arch.removeprefix("sm_"))
     weights = sum(aligned(weight.data.nbytes) for weight in own_weights(engine, beside).values())
     return measure(plan, engine.kv_cache, engine.limits, weights, kernels, capability)
