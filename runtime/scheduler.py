@@ -57,7 +57,7 @@ class SchedulerConfig:
 class Statistics:
     """Counted so far. Prompts that began had ``prefix_queries`` tokens, of which ``prefix_hits`` were found.
 
-    ``tokens`` were computed; ``accepted`` more were drafts, of ``drafted`` ones, that the model wanted, too.
+    ``tokens`` were computed; ``accepted`` more were drafts, of ``drafted`` ones of use, that the model wanted, too.
     """
 
     steps: int = 0
@@ -154,7 +154,7 @@ class Scheduler:
         try:
             if self.speculator is not None:
                 budget = Budget(self.config.max_batch_tokens, self.config.max_logit_rows)
-                chunks = self.speculator.draft(chunks, budget, self.kv_cache)
+                chunks = self.speculator.draft(chunks, budget, self.kv_cache, waiting=len(self.waiting))
             rows, logits, chosen = self._compute(chunks)
             if self.speculator is not None:
                 self.speculator.ran()
@@ -364,12 +364,12 @@ class Scheduler:
                     touched.append(sequence)
             elif self.prefixes is not None:
                 self.prefixes.store(sequence, chunk.start)
-            self.statistics.drafted += chunk.num_drafts
-            self.statistics.accepted += sequence.num_computed - chunk.stop
             if chunk.tree is not None and sequence.table is not None:
                 self.kv_cache.release(sequence.table.cut(self.kv_cache.blocks_for(sequence.num_computed)))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
+        if self.speculator is not None:
+            self.statistics.drafted, self.statistics.accepted = self.speculator.acceptance.counts
         return touched
 
     def _fail(self, chunks: list[Chunk], problem: Exception) -> list[Sequence]:

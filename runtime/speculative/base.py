@@ -211,6 +211,16 @@ class Proposer(ABC):
         del engine
         return other
 
+    def behind(self, sequence: Sequence) -> int:
+        """Tokens of it that `catch_up` would read; 0 where there is nothing, or so little that it does not count."""
+        del sequence
+        return 0
+
+    def catch_up(self, queries: list[Query]) -> int:
+        """Called before `propose`, with the same queries: read what is behind; returns how many tokens that were."""
+        del queries
+        return 0
+
     @abstractmethod
     def propose(self, queries: list[Query]) -> list[Tree]:
         """One tree for each, maybe empty. Called at most once a step."""

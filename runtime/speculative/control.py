@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 
-from llmc.runtime.request import Sequence
+import numpy as np
+from numpy.typing import NDArray
 
-FREE_ROWS = 32
-"""Before anything is measured, so many rows are taken to cost as much as the step itself."""
+from llmc.runtime.request import FinishReason, Sequence
+from llmc.runtime.speculative.step_cost import KEPT, StepCost, quartile
 
 MEMORY, MEMORY_OF_ALL = 0.9, 0.98
 """Weight that an observation keeps at the next one: of a sequence, and of all of them."""
@@ -23,6 +22,12 @@ decides; more, and a sequence that differs from the others is not seen."""
 SECOND_GUESS = 0.5
 """Of how often, where a draft was wrong, the one beside it is right."""
 
+LENGTH_GUESS = 64.0
+"""Of how many tokens a sequence gets."""
+
+LATE = 2
+"""Power of the part of the last sequence's steps that one is expected to take: about the chance that it ends last."""
+
 PROBE_AFTER, PROBE = 16, 2
 """Steps without drafts after which a sequence gets so many, to see whether they have become right."""
 
@@ -33,69 +38,12 @@ these are few: all is compared with them."""
 ALLOWED = 0.01
 """The share of all time that drafts may cost more than they save."""
 
-CREDIT_FIRST, CREDIT_MOST = 1.0, 8.0
-"""Steps without drafts: for as many drafts may go wrong before anything is known, and at any time."""
+CREDIT_FIRST, CREDIT_MOST, SAVED_MOST = 1.0, 8.0, 64.0
+"""Steps without drafts: for as many drafts may go wrong before anything is known, and at any time; of what was saved
+beyond that, so much may be spent on reading prompts."""
 
-EXACT = 64
-"""Rows up to which each size is a size of its own: a few rows more are what is to be told apart."""
-
-KEPT = 25
-"""Times of steps of a size, of which the lower quartile counts: what disturbs a step only adds to it. Of a size that
-ran seldom it is rather too high, so that none is chosen for having been lucky once."""
-
-
-class StepCost:
-    """Seconds of a step by its rows, learnt from the steps that run and interpolated between them."""
-
-    def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}  # of each size; large ones that are about the same are one
-        self._sizes: dict[int, float] = {}  # rows, on average
-        self._points: list[tuple[float, float]] = []  # (rows, seconds), rising
-
-    def add(self, rows: int, seconds: float) -> None:
-        """A step has run."""
-        place = _place(rows)
-        size = self._sizes.setdefault(place, float(rows))
-        self._sizes[place] = size + (1 - MEMORY) * (rows - size)
-        self._times.setdefault(place, deque(maxlen=KEPT)).append(seconds)
-        self._points = []
-
-    def times(self, rows: int) -> int:
-        """How many of the last steps of that size are known."""
-        return len(self._times.get(_place(rows), ()))
-
-    def at(self, rows: int) -> float:
-        """Expected seconds; more rows never take less."""
-        if not self._points:
-            if not self._sizes:
-                return float(rows + FREE_ROWS)
-            self._points = self._rising()
-        place = bisect_left(self._points, (rows, 0.0))
-        if 0 < place < len(self._points):
-            (below, least), (above, most) = self._points[place - 1 : place + 1]
-            return least + (most - least) * (rows - below) / (above - below)
-        size, seconds = self._points[max(0, place - 1)]
-        return seconds * (rows + FREE_ROWS) / (size + FREE_ROWS)
-
-    def _rising(self) -> list[tuple[float, float]]:
-        """The quartile of each size; where more rows took less, the mean of both, by how often they were seen."""
-        groups: list[tuple[list[float], float, int]] = []  # sizes, sum of seconds, times
-        for place, size in sorted(self._sizes.items()):
-            count = len(self._times[place])
-            sizes, total = [size], count * _quartile(self._times[place])
-            while groups and groups[-1][1] / groups[-1][2] > total / count:
-                before = groups.pop()
-                sizes, total, count = before[0] + sizes, before[1] + total, before[2] + count
-            groups.append((sizes, total, count))
-        return [(size, total / count) for sizes, total, count in groups for size in sizes]
-
-
-def _quartile(times: ListOf[float]) -> float:
-    return sorted(times)[(len(times) - 1) // 4]
-
-
-def _place(rows: int) -> int:
-    return rows if rows <= EXACT else EXACT + math.ceil(8 * math.log2(rows / EXACT))
+DECIDE_EVERY, SEQUENCES_PER_STEP = 4, 4
+"""Steps for which sizes are kept while the same sequences run, one for so many of these: each matters less then."""
 
 
 @dataclass
@@ -122,18 +70,40 @@ class _Known:
     idle: int = 0
 
 
-_Node = tuple[float, int, bool, int]
-"""Less the tokens that it is worth; its depth; whether it is a second guess; the number of its sequence."""
-
-
 @dataclass
 class _Step:
-    """The last step that was sized: its sequences, rows without drafts, drafts, and drafts that were right."""
+    """The last step that was sized: sequences, rows without drafts, drafts, and tokens that the right ones saved."""
 
     sequences: int
     rows: int
     drafts: int = 0
-    right: int = 0
+    right: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What `Controller.sizes` is asked."""
+
+    sequences: ListOf[Sequence]
+    most: ListOf[int]
+    rows: int
+    behind: ListOf[int]
+    waiting: int
+
+
+@dataclass
+class _Choice:
+    """Nodes for each sequence, and those of them that are second guesses."""
+
+    task: _Task
+    nodes: list[int]
+    pairs: list[int]
+    seconds: float
+    """That they take more than a plain step."""
+    worth: dict[Sequence, float]
+    """Of a token of each, in tokens of an average one."""
+    used: int = 0
+    """Steps."""
 
 
 class Controller:
@@ -143,6 +113,13 @@ class Controller:
     is worth p**d tokens, where p is the share of the sequence's drafts that were right; a second guess beside it
     p**(d - 1) * (1 - p) times the share of these that were right where the first one was not; a node of a tree with
     known gains its gain, times what the sequence's trees gave as a part of what was expected of them.
+
+    A sequence that ends before the others, and whose place nobody waits for, saves rows of steps that run anyway. So
+    the sooner it would end than the last one, by its limit and its drafts, the less its tokens count, down to what a
+    row is of a token.
+
+    What a proposer has to read before its first draft of a sequence counts once: it has to pay within the tokens that
+    the sequence is expected to get, and must not take more than drafts have saved before.
 
     What drafts have cost and what they saved is added up, so that they never cost more than a small share of the time,
     whatever the guesses are worth.
@@ -156,29 +133,46 @@ class Controller:
         self.cost = StepCost()
         self.pairs: list[int] = []
         """Of the last sizes: nodes that are second guesses, beside the first ones of a chain."""
-        self._gains, self._has_pairs = gains, pairs
-        self._known: dict[Sequence, _Known] = {}
+        self._gains, self._has_pairs = np.array(gains), pairs
+        self._known: defaultdict[Sequence, _Known] = defaultdict(_Known)
         self._all = _Known()
+        self._length = LENGTH_GUESS
+        self._read = _Rate()  # seconds, and tokens that were read in them
         self._level_times: deque[float] = deque(maxlen=KEPT)
         self._level_seconds = 0.0
+        self._choice: _Choice | None = None
         self._last: _Step | None = None
         self._with_drafts = 0
         self._credit: float | None = None  # seconds; None: no step has run
+        self._saved = 0.0  # seconds beyond the most of these
 
-    def sizes(self, sequences: ListOf[Sequence], most: ListOf[int], rows: int) -> list[int]:
-        """Nodes for each sequence, at most so many, in a step that has ``rows`` rows without them."""
+    def sizes(
+        self,
+        sequences: ListOf[Sequence],
+        most: ListOf[int],
+        rows: int,
+        behind: ListOf[int] = (),
+        *,
+        waiting: int = 0,
+    ) -> list[int]:
+        """Nodes for each sequence, at most so many, in a step that has ``rows`` rows without them.
+
+        Args:
+            sequences: those that decode.
+            most: of each.
+            rows: of the step.
+            behind: tokens of each that the proposer reads before it drafts; empty: none.
+            waiting: others, for the place of one that ends.
+        """
         self._settle()
-        nodes, self.pairs = [0] * len(sequences), [0] * len(sequences)
         self._last = _Step(len(sequences), rows)
+        self.pairs = [0] * len(sequences)
         if not sequences or self._with_drafts >= min(PLAIN_AFTER, 2 * self.cost.times(rows)):
             self._with_drafts = 0
-            return nodes
-        plain = self.cost.at(rows)
-        credit = CREDIT_FIRST * plain if self._credit is None else self._credit
-        for _, _, is_second, number in self._best(sequences, most, rows, credit):
-            nodes[number] += 1
-            self.pairs[number] += is_second
-        self._probe(nodes, sequences, most, rows, plain + credit)
+            return self.pairs.copy()
+        choice = self._choose(_Task(sequences, most, rows, behind if any(behind) else (), waiting))
+        nodes, self.pairs = choice.nodes.copy(), choice.pairs
+        self._probe(nodes, choice.task)
         self._last.drafts = sum(nodes)
         self._with_drafts += any(nodes)
         return nodes
@@ -188,19 +182,28 @@ class Controller:
 
         ``second``: whether there it was the second guess; None: there was none.
         """
-        tried = sum(self._gains[:nodes]) if self._gains else min(accepted + 1, depth)
-        known = self._known.setdefault(sequence, _Known())
+        tried = float(self._gains[:nodes].sum()) if len(self._gains) else min(accepted + 1, depth)
+        known = self._known[sequence]
         for of, memory in ((known, MEMORY), (self._all, MEMORY_OF_ALL)):
             of.first.add(accepted, tried, memory)
             if self._has_pairs and accepted < tried:  # what was not tried for long is forgotten, and tried again
                 of.second.add(bool(second), second is not None, memory)
         if self._last is not None:
-            self._last.right += accepted + bool(second)
+            worth = 1.0 if self._choice is None else self._choice.worth.get(sequence, 1.0)
+            self._last.right += worth * (accepted + bool(second))
+
+    def caught_up(self, tokens: int, seconds: float) -> None:
+        """Reading so many tokens of sequences, before drafts were made, took so long."""
+        self._read.add(seconds, tokens, MEMORY)
+        paid = min(seconds, self._saved)
+        self._saved -= paid
+        if self._credit is not None:
+            self._credit -= seconds - paid
 
     def proposed(self, levels: int, seconds: float) -> None:
         """Making trees so deep took so long."""
         self._level_times.append(seconds / self._levels(max(1, levels)))
-        self._level_seconds = _quartile(self._level_times)
+        self._level_seconds = quartile(self._level_times)
         if self._credit is not None:
             self._credit -= seconds
 
@@ -211,78 +214,152 @@ class Controller:
             self._last.drafts = rows - self._last.rows
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """It has ended, or is to begin anew."""
         self._known.pop(sequence, None)
+        if sequence.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            self._length = MEMORY * self._length + (1 - MEMORY) * sequence.num_generated
 
-    def _worth(self, sequence: Sequence, most: int, limit: int) -> list[tuple[float, int, bool]]:
-        """Of so many nodes, the tokens that each is expected to give; its depth in a chain; if it is a second guess.
+    def _choose(self, task: _Task) -> _Choice:
+        """The last choice while it is a good one, or a new one."""
+        plain = self.cost.at(task.rows)
+        credit = CREDIT_FIRST * plain if self._credit is None else self._credit
+        last = self._choice
+        if (
+            last is None
+            or last.task != task
+            or last.used >= min(DECIDE_EVERY, len(task.sequences) // SEQUENCES_PER_STEP)
+            or last.seconds > credit
+            or task.behind
+            or not self._level_times
+        ):
+            self._choice = last = self._best(task, plain, credit)
+        last.used += 1
+        return last
 
-        ``limit``: of depths.
-        """
-        known = self._known.setdefault(sequence, _Known())
-        if self._gains:
-            share = known.first.estimate(self._all.first.estimate(1.0))
-            return [(min(1.0, share * gain), depth, False) for depth, gain in enumerate(self._gains[:most], start=1)]
-        right = known.first.estimate(self._all.first.estimate(FIRST_GUESS))
-        nodes = [(right ** (depth - 1) * right, depth, False) for depth in range(1, min(most, limit) + 1)]
-        if self._has_pairs:  # none is drafted without the first one
-            share = min(right, (1 - right) * known.second.estimate(self._all.second.estimate(SECOND_GUESS)))
-            nodes += [(right ** (depth - 1) * share, depth, True) for depth in range(1, min(most, limit) + 1)]
-            nodes = sorted(nodes, key=lambda node: (-node[0], node[1:]))[:most]
-        return nodes
-
-    def _best(self, sequences: ListOf[Sequence], most: ListOf[int], rows: int, credit: float) -> list[_Node]:
+    def _best(self, task: _Task, plain: float, credit: float) -> _Choice:
         """The most valuable nodes, so many that tokens per second are highest.
 
         A second guess may be worth less than a first one that is deeper, but costs much less: no turn of the proposer.
         So depths are tried in turn where there are such.
+
+        Args:
+            task: what is asked.
+            plain: seconds of the step without drafts.
+            credit: seconds that it may take more.
         """
-        plain = self.cost.at(rows)
-        count, chosen = len(sequences), list[_Node]()
+        count, deepest = len(task.sequences), max(task.most)
+        values = self._values(task, deepest)
+        values *= (worth := self._worth(task, values))
+        reading = self._reading(task, values, plain, credit)
+        choice = _Choice(task, [0] * count, [0] * count, 0.0, dict(zip(task.sequences, worth.tolist(), strict=True)))
         best = count / plain
-        deepest = max(most, default=0)
-        for limit in range(1, deepest + 1) if self._has_pairs else [deepest]:
-            worth = sorted(
-                (-value, depth, is_second, number)
-                for number, sequence in enumerate(sequences)
-                for value, depth, is_second in self._worth(sequence, most[number], limit)
-            )
-            if not self._level_times:
-                del worth[1:]  # what making drafts takes is not known
-            tokens, levels = float(count), 0
-            for nodes, (value, depth, _, _) in enumerate(worth, start=1):
-                levels = max(levels, self._levels(depth))
-                seconds = self._seconds(rows + nodes, levels)
-                if seconds - plain > credit or (tokens - value * (len(worth) - nodes + 1)) / seconds <= best:
-                    break  # it might cost too much, or even the best of what is to come gains nothing
-                tokens -= value
-                if tokens / seconds > best:
-                    best, chosen = tokens / seconds, worth[:nodes]
-        return chosen
+        for limit in range(1, deepest + 1) if self._has_pairs else [deepest] * (deepest > 0):
+            found = values[:limit]
+            if min(task.most) < found.shape[0] * found.shape[1]:
+                found = _at_most(found, task.most)
+            order = np.argsort(-found, axis=None, kind="stable")[: 1 if not self._level_times else None]
+            depth, kind, number = np.unravel_index(order, found.shape)
+            tokens = count + np.cumsum(found.ravel()[order])
+            seconds = self.cost.over(task.rows, len(order))[1:]
+            levels = 1 if len(self._gains) else 1 + np.maximum.accumulate(depth)
+            seconds = seconds + self._level_seconds * levels
+            allowed = seconds <= plain + credit
+            if reading is not None:
+                once, each = reading[:, number] * ((depth == 0) & (kind == 0))
+                seconds = seconds + np.cumsum(each)
+                allowed &= np.cumsum(once) <= credit + self._saved
+            end = len(order) if allowed.all() else int(allowed.argmin())  # what is behind costs more
+            place = int((tokens[:end] / seconds[:end]).argmax()) if end else 0
+            if end and tokens[place] / seconds[place] > best:
+                best = tokens[place] / seconds[place]
+                choice.nodes = np.bincount(number[: place + 1], minlength=count).tolist()
+                choice.pairs = np.bincount(number[: place + 1], kind[: place + 1], count).astype(int).tolist()
+                choice.seconds = float(seconds[place]) - plain
+            elif limit > 1 and reading is None:
+                break  # the next turn of the proposer gives less than this one
+        return choice
+
+    def _values(self, task: _Task, deepest: int) -> NDArray[np.float64]:
+        """Tokens that the nodes of each sequence are expected to give [depth, first or second guess, sequence]."""
+        known = [self._known[sequence].first for sequence in task.sequences]
+        if len(self._gains):
+            share = np.array([of.estimate(self._all.first.estimate(1.0)) for of in known])
+            gains: NDArray[np.float64] = np.minimum(1.0, np.multiply.outer(self._gains[:deepest], share))
+            return gains[:, None]
+        guess = self._all.first.estimate(FIRST_GUESS)
+        right = np.array([of.estimate(guess) for of in known])
+        firsts = np.cumprod(np.broadcast_to(right, (deepest, len(right))), axis=0)
+        if not self._has_pairs:
+            return firsts[:, None]
+        guess = self._all.second.estimate(SECOND_GUESS)
+        share = np.array([self._known[sequence].second.estimate(guess) for sequence in task.sequences])
+        seconds = firsts * np.minimum(1.0, (1 - right) / right * share)  # none is drafted without the first one
+        return np.stack([firsts, seconds], axis=1)
+
+    def _worth(self, task: _Task, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What a token of each sequence saves, as a part of what the average one takes."""
+        count, plain = len(task.sequences), self.cost.at(task.rows)
+        if task.waiting >= count or count == 1:
+            return np.ones(count)
+        left = [sequence.request.max_tokens - sequence.num_generated for sequence in task.sequences]
+        steps = left / (1 + values.sum(axis=(0, 1)))
+        fewer = count // 2
+        row = min(1.0, (plain - self.cost.at(task.rows - fewer)) / fewer * count / plain)
+        last = task.waiting / count + (1 - task.waiting / count) * (steps / steps.max()) ** LATE
+        worth: NDArray[np.float64] = row + (1 - row) * last
+        return worth
+
+    def _reading(
+        self, task: _Task, values: NDArray[np.float64], plain: float, credit: float
+    ) -> NDArray[np.float64] | None:
+        """Seconds of reading for each sequence, at once and for each step that it is expected to take; None: none.
+
+        Where it does not pay, ``values`` become 0.
+        """
+        if not task.behind:
+            return None
+        once = np.array([self._read_seconds(task, number) for number in range(len(task.sequences))])
+        left = [self._left(sequence) for sequence in task.sequences]
+        gained = values.sum(axis=(0, 1))
+        each = once * (1 + gained) / left
+        values[:, :, (once > credit + self._saved) | (each >= gained * plain / len(left))] = 0
+        return np.stack([once, each])
+
+    def _read_seconds(self, task: _Task, number: int) -> float:
+        """Of reading what a proposer has not; until that is measured, as if it were what runs the steps."""
+        tokens = task.behind[number] if task.behind else 0
+        if self._read.tried:
+            return tokens * self._read.right / self._read.tried
+        return self.cost.at(task.rows + tokens) - self.cost.at(task.rows) if tokens else 0.0
+
+    def _left(self, sequence: Sequence) -> float:
+        """Tokens that it is expected to get: as many as others, or as it has already, but for its limit."""
+        done = sequence.num_generated
+        return max(1.0, min(sequence.request.max_tokens - done, max(self._length - done, done)))
 
     def _levels(self, depth: int) -> int:
         """Turns that a proposer takes for a tree so deep."""
-        return min(depth, 1) if self._gains else depth
+        return min(depth, 1) if len(self._gains) else depth
 
-    def _seconds(self, rows: int, levels: int) -> float:
-        """Of a step with so many rows, for whose drafts a proposer takes so many turns."""
-        return self.cost.at(rows) + self._level_seconds * levels
-
-    def _probe(
-        self, nodes: list[int], sequences: ListOf[Sequence], most: ListOf[int], rows: int, seconds: float
-    ) -> None:
-        """Give a few to those that had none for long, as many of them as the step may take ``seconds`` for."""
-        known = [self._known.setdefault(sequence, _Known()) for sequence in sequences]
+    def _probe(self, nodes: list[int], task: _Task) -> None:
+        """Give a few to those that had none for long, as many of them as credit is there for."""
+        known = [self._known[sequence] for sequence in task.sequences]
         for of, count in zip(known, nodes, strict=True):
             of.idle = 0 if count else of.idle + 1
-        total, level = sum(nodes), max(nodes)
-        for number in sorted(range(len(known)), key=lambda number: -known[number].idle):
-            probe = min(PROBE, most[number])
-            level = max(level, probe)
-            if known[number].idle <= PROBE_AFTER or self._seconds(rows + total + probe, self._levels(level)) > seconds:
+        waiting = [number for number, of in enumerate(known) if of.idle > PROBE_AFTER]
+        total, level, plain = sum(nodes), max(nodes), self.cost.at(task.rows)
+        credit = CREDIT_FIRST * plain if self._credit is None else self._credit
+        spent = 0.0
+        for number in sorted(waiting, key=lambda number: -known[number].idle):
+            probe, once = min(PROBE, task.most[number]), self._read_seconds(task, number)
+            deeper = max(level, probe)
+            step = self.cost.at(task.rows + total + probe) + self._level_seconds * self._levels(deeper) - plain
+            if step > credit:
                 return
+            if step + spent + once > credit + self._saved:
+                continue  # another one may have less to read
             nodes[number], known[number].idle = probe, 0
-            total += probe
+            total, level, spent = total + probe, deeper, spent + once
 
     def _settle(self) -> None:
         """Count what the drafts of the last step cost and saved."""
@@ -294,4 +371,14 @@ class Controller:
             self._credit = CREDIT_FIRST * plain
         saved = plain * (last.sequences + last.right) / last.sequences - self.cost.at(last.rows + last.drafts)
         most = CREDIT_MOST * plain  # and at least: one call that hung is not to be paid for ever
-        self._credit = max(-most, min(self._credit + saved + ALLOWED * plain, most))
+        credit = self._credit + saved + ALLOWED * plain
+        self._credit = max(-most, min(credit, most))
+        self._saved = min(self._saved + max(0.0, credit - most), SAVED_MOST * plain)
+
+
+def _at_most(values: NDArray[np.float64], most: ListOf[int]) -> NDArray[np.float64]:
+    """Without all but the most valuable nodes of each sequence."""
+    flat = values.reshape(-1, len(most))
+    rank = np.argsort(np.argsort(-flat, axis=0, kind="stable"), axis=0)
+    kept: NDArray[np.float64] = np.where(rank < np.array(most), flat, 0.0).reshape(values.shape)
+    return kept

@@ -19,6 +19,9 @@ from llmc.runtime.sampling import distribution, draw_token
 from llmc.runtime.speculative import rules
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
 
+AT_ONCE = 8
+"""Tokens of a sequence that are computed with its first draft; more are read before."""
+
 
 @dataclass(eq=False)
 class _State:
@@ -143,6 +146,23 @@ class DraftProposer(Proposer):
             raise UsageError("--spec draft: name the draft engine, as in draft=DIR")
         return load_engine(Path(argument))
 
+    def behind(self, sequence: Sequence) -> int:
+        """All but the last token, if they are many."""
+        missing = len(sequence.tokens) - 1
+        if (state := self._states.get(sequence)) is not None:
+            missing -= len(state.tokens)
+        return missing if missing > AT_ONCE else 0
+
+    def catch_up(self, queries: list[Query]) -> int:
+        """Compute what is behind, all sequences at once."""
+        late = [query for query in queries[: self._max_batch_tokens] if self.behind(query.sequence)]
+        reading = [path for query in late if (path := self._start(query)) is not None]
+        tokens = sum(len(path.rest()) - 1 for path in reading)
+        while reading:
+            self._run(reading, spare=1)
+            reading = [path for path in reading if len(path.rest()) > 1]
+        return tokens
+
     def propose(self, queries: list[Query]) -> list[Tree]:
         """A chain for each, as far as the engine's context and the blocks allow, beside its first drafts others."""
         paths: dict[int, _Path] = {}
@@ -186,20 +206,23 @@ class DraftProposer(Proposer):
 
     def _grow(self, paths: list[_Path]) -> None:
         """One step of the engine: a draft more for each path of which nothing is left to compute then."""
+        for path, row in zip(paths, self._run(paths), strict=True):
+            if len(path.state.tokens) == len(path.query.sequence.tokens) + len(path.drafts):
+                path.grow(row[: self._vocab_size])
+
+    def _run(self, paths: list[_Path], spare: int = 0) -> NDArray[np.float32]:
+        """Compute what is left of each, but for so many tokens, as far as there is room; logits after it."""
         room = self._max_batch_tokens - len(paths)  # a row is kept for each
         parts: list[tuple[_Path, list[int]]] = []
-        complete: list[bool] = []
         for path in paths:
             rest = path.rest()
-            tokens = rest[: 1 + room]
+            tokens = rest[: min(1 + room, len(rest) - spare)]
             room -= len(tokens) - 1
             parts.append((path, tokens))
-            complete.append(len(tokens) == len(rest))
         logits = self._step(parts)
-        for (path, tokens), row, done in zip(parts, logits, complete, strict=True):
+        for path, tokens in parts:
             path.state.tokens += tokens
-            if done:
-                path.grow(row[: self._vocab_size])
+        return logits
 
     def _step(self, parts: list[tuple[_Path, list[int]]]) -> NDArray[np.float32]:
         """Logits of the last row of each."""

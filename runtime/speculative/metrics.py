@@ -12,7 +12,9 @@ from llmc.runtime.speculative.rules import Rule
 class Acceptance:
     """Of one proposer. ``steps``: verifications of a sequence's drafts; each gives one token more than it accepts.
 
-    ``by_depth``: for depth 1, 2, ...: [steps whose tree went so deep, steps that accepted so much].
+    Drafts are those that could have been used: where a sequence ends, the model itself gives the token that ends it.
+    ``by_depth``: for depth 1, 2, ...: [steps whose tree went so deep, steps that accepted so much]. ``read_tokens``:
+    of prompts, before drafts could be made, which took ``read_seconds``.
     """
 
     proposer: str
@@ -21,6 +23,8 @@ class Acceptance:
     accepted: int = 0
     by_depth: list[list[int]] = field(default_factory=list)
     rule: Rule = Rule.EXACT
+    read_tokens: int = 0
+    read_seconds: float = 0.0
 
     def add(self, drafted: int, deepest: int, accepted: int) -> None:
         """One verification of a tree with so many nodes, and how many were accepted."""
@@ -31,6 +35,16 @@ class Acceptance:
         for depth in range(deepest):
             self.by_depth[depth][0] += 1
             self.by_depth[depth][1] += depth < accepted
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """The proposer has caught up with sequences."""
+        self.read_tokens += tokens
+        self.read_seconds += seconds
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Drafted, accepted."""
+        return self.drafted, self.accepted
 
     @property
     def tokens_per_step(self) -> float:
@@ -59,5 +73,7 @@ class Acceptance:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "tokens_per_step": round(self.tokens_per_step, 4),
+            "read_tokens": self.read_tokens,
+            "read_seconds": round(self.read_seconds, 6),
             "by_position": [round(rate, 4) for rate in self.rates],
         }

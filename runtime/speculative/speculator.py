@@ -71,12 +71,21 @@ class Speculator:
         """Rows of a step that are kept for trees, if so many sequences decode."""
         return self._nodes * sequences if self._is_fixed else 0
 
-    def draft(self, chunks: list[Chunk], budget: Budget, cache: KvCache) -> list[Chunk]:
-        """The chunks of a step, some with a tree. ``budget``: that of a whole step."""
+    def draft(self, chunks: list[Chunk], budget: Budget, cache: KvCache, *, waiting: int = 0) -> list[Chunk]:
+        """The chunks of a step, some with a tree.
+
+        Args:
+            chunks: without.
+            budget: of a whole step.
+            cache: has the blocks.
+            waiting: others, for the place of a sequence that ends.
+        """
         for chunk in chunks:
             budget.take(chunk)
-        queries = self._queries(chunks, budget)
+        queries = self._queries(chunks, budget, waiting)
         begin = self._clock()
+        if queries and (tokens := self._proposer.catch_up(list(queries.values()))):
+            begin = self._caught_up(tokens, begin)
         trees = self._proposer.propose(list(queries.values())) if queries else []
         chunks = list(chunks)
         for (index, query), tree in zip(queries.items(), trees, strict=True):
@@ -115,11 +124,14 @@ class Speculator:
         """Keep these nodes of a chunk's tree: those before the token that came last. ``rows``: before the head."""
         sequence = chunk.sequence
         if chunk.tree is not None:
-            deepest = max(chunk.tree.depths)
-            self.acceptance.add(len(chunk.tree), deepest, len(path))
+            depths = chunk.tree.depths
+            if sequence.finish_reason is not None:  # the token that ends it, and what is behind, needed no draft
+                depths = tuple(depth for depth in depths if depth <= len(path))
+            deepest = max(depths, default=0)
+            self.acceptance.add(len(depths), deepest, len(path))
             if self._controller is not None:
                 right = _first_and_second(chunk.tree, path) if self._proposer.pairs else (len(path), None)
-                self._controller.learn(sequence, len(chunk.tree), deepest, *right)
+                self._controller.learn(sequence, len(depths), deepest, *right)
             moves = [(chunk.stop + node, chunk.stop + place) for place, node in enumerate(path) if node != place]
             if moves:
                 assert sequence.table is not None, "a sequence that runs has blocks"
@@ -144,7 +156,15 @@ class Speculator:
         """Give back what a device holds for the proposer."""
         self._proposer.close()
 
-    def _queries(self, chunks: list[Chunk], budget: Budget) -> dict[int, Query]:
+    def _caught_up(self, tokens: int, begin: float) -> float:
+        """The proposer has read so many tokens, which is no part of what making drafts takes; returns the time."""
+        now = self._clock()
+        self.acceptance.read(tokens, now - begin)
+        if self._controller is not None:
+            self._controller.caught_up(tokens, now - begin)
+        return now
+
+    def _queries(self, chunks: list[Chunk], budget: Budget, waiting: int) -> dict[int, Query]:
         """What the proposer is asked, by the number of the chunk."""
         depths = {
             index: depth
@@ -155,7 +175,9 @@ class Speculator:
         nodes, pairs = [min(self._nodes, share)] * len(depths), [0] * len(depths)
         if self._controller is not None:
             rows = sum(chunk.num_rows for chunk in chunks)
-            nodes = self._controller.sizes([chunks[index].sequence for index in depths], nodes, rows)
+            sequences = [chunks[index].sequence for index in depths]
+            behind = [self._proposer.behind(sequence) for sequence in sequences]
+            nodes = self._controller.sizes(sequences, nodes, rows, behind, waiting=waiting)
             pairs = self._controller.pairs
         nodes = [min(n, self._context - chunks[i].stop) for i, n in zip(depths, nodes, strict=True)]
         queries: dict[int, Query] = {}

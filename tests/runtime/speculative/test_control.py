@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmc.runtime.request import Request, SamplingParams, Sequence
-from llmc.runtime.speculative.control import PLAIN_AFTER, PROBE, PROBE_AFTER, Controller, StepCost
+from llmc.runtime.request import FinishReason, Request, SamplingParams, Sequence
+from llmc.runtime.speculative.control import PLAIN_AFTER, PROBE, PROBE_AFTER, Controller
+from llmc.runtime.speculative.step_cost import StepCost
 
 
 def sequences(count: int) -> list[Sequence]:
@@ -67,7 +68,7 @@ def test_what_is_never_right_is_probed_now_and_then() -> None:
     good, bad = sequences(2)
     sizes = []
     for _ in range(100):
-        nodes = chosen.sizes([good, bad], [8, 8], 2)
+        nodes = chosen.sizes([good, bad], [8, 8], 2, waiting=2)
         sizes.append(nodes)
         for sequence, count in zip((good, bad), nodes, strict=True):
             if count:
@@ -179,9 +180,79 @@ def test_nor_with_heads_in_a_batch_or_on_a_busy_machine(noise: float) -> None:
             found = simulate(measured, share, count, 5 + 0.35 * count, noise, gains=TREE, steps=steps)
             assert found >= 0.97, (count, steps, share)
     for name, right in (("arithmetic", 0.2), ("arithmetic", 0.9), ("processor", 0.5)):
-        assert simulate(COSTS[name], right, 16, 0.001, noise, steps=300) >= 0.97, (name, right)
+        found = [simulate(COSTS[name], right, 16, 0.001, noise, steps=300, seed=seed) for seed in range(5, 9)]
+        assert np.mean(found) >= 0.97, (name, right)
     assert simulate(measured, 1.0, 1, 5.35, noise, gains=TREE) >= 1.03
     assert np.mean([simulate(measured, 0.8, 16, 0.01, noise, seed=seed) for seed in range(5, 9)]) >= 1.2
+
+
+def bfloat16(rows: int) -> float:
+    """Milliseconds of a step of SmolLM2-135M, one thread of a processor that has no matrix unit."""
+    return float(np.interp(rows, [1, 2, 4, 8, 12, 16, 32, 48], [8.84, 9.5, 10.9, 14.2, 16.0, 18.8, 29.9, 39.2]))
+
+
+def drain(right: list[float], *, waits: bool = False, end: float = 0.0, groups: int = 4) -> float:
+    """How many times as fast as without drafts: groups of sequences that come at once, and have 128 tokens.
+
+    Args:
+        right: of each sequence, the share of drafts that are right.
+        waits: places are filled again as long as there are sequences, instead of group by group.
+        end: the chance of each token to be the last one.
+        groups: as many sequences as those, so many times.
+    """
+    random = np.random.default_rng(3)
+    lengths = [min(128, int(random.geometric(end))) if end else 128 for _ in range(groups * len(right))]
+    queue = list(zip(right * groups, lengths, strict=True))
+    size = len(queue) if waits else len(right)
+    queues = [queue[begin : begin + size] for begin in range(0, len(queue), size)]
+    chosen = Controller()
+    plain, drafted = (sum(run_queue(q, len(right), c, random) for q in queues) for c in (None, chosen))
+    return plain / drafted
+
+
+def run_queue(queue: list[tuple[float, int]], places: int, chosen: Controller | None, random: Any) -> float:
+    """Milliseconds of all sequences, each with the share of drafts that are right, and its length."""
+    queue, running, milliseconds = queue.copy(), dict[Sequence, tuple[float, int]](), 0.0
+    while queue or running:
+        while queue and len(running) < places:
+            running[Request(0, [5], SamplingParams(), 128).sequences[0]] = queue.pop(0)
+        many, count = list(running), len(running)
+        nodes = [0] * count if chosen is None else chosen.sizes(many, [16] * count, count, waiting=len(queue))
+        took = bfloat16(count + sum(nodes))
+        milliseconds += took
+        if chosen is not None:
+            chosen.ran(count + sum(nodes), took)
+            if any(nodes):
+                chosen.proposed(1, 1e-3)
+        for sequence, drafts in zip(many, nodes, strict=True):
+            share, length = running[sequence]
+            accepted, most = 0, min(drafts, length - sequence.num_generated - 1)
+            while accepted < most and random.random() < share:
+                accepted += 1
+            sequence.tokens += [5] * (1 + accepted)
+            if sequence.num_generated == length:
+                sequence.finish(FinishReason.LENGTH if length == 128 else FinishReason.STOP)
+                del running[sequence]
+            if chosen is not None:
+                if drafts:
+                    chosen.learn(sequence, most, most, accepted)
+                if sequence.finish_reason is not None:
+                    chosen.forget(sequence)
+    return milliseconds
+
+
+@pytest.mark.parametrize("end", [0.0, 0.01])
+def test_nor_where_few_of_a_batch_copy(end: float) -> None:
+    """They end before the others: what they save is rows of steps that run anyway, unless others wait for their places.
+
+    With 4 of 16 right in 64 of 100 places, SmolLM2 took 1.04 times as long when their tokens counted like all others.
+    """
+    for right, share in ((4, 0.64), (3, 0.9), (16, 0.1), (16, 0.3)):
+        assert drain([share] * right + [0.1] * (16 - right), end=end) >= 0.97, (right, share)
+    assert drain([0.64, 0.64, 0.1, 0.1], end=end, groups=16) >= 0.97
+    assert drain([0.9] * 16, end=end) >= 1.8
+    assert drain([0.64] * 4 + [0.1] * 12, end=end, waits=True) >= 0.97
+    assert drain([0.9, 0.1], end=end, waits=True) >= 1.2
 
 
 def engine(rows: int) -> float:
@@ -199,7 +270,7 @@ def test_second_guesses_pay_or_are_left_away(noise: float) -> None:
             for count in (1, 16):
                 found = simulate(engine, right, count, 6.2, noise, second=second, steps=300)
                 chain = simulate(engine, right, count, 6.2, noise, steps=300)
-                assert found >= max(0.97, 0.95 * chain), (right, second, count, chain)
+                assert found >= max(0.97, 0.9 * chain), (right, second, count, chain)
 
 
 def test_second_guesses_hang_beside_first_ones() -> None:
