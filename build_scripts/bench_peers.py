@@ -8,8 +8,10 @@ environment that has llmc[build]. Prints the median and the spread (minimum to m
 ratio to the best peer in each round. A peer that can't be installed, converted or run is reported, with the reason.
 """
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,7 +33,7 @@ MOST_PEERS = {kind.name: kind for kind in kinds.PEERS}
 
 
 class Worker:
-    """A peer in its own process; it sleeps while another one is measured."""
+    """A peer in a process group of its own, stopped while another one is measured: vLLM's workers spin as they wait."""
 
     def __init__(self, kind: kinds.Kind, python: Path, model: Path, threads: int, vocabulary: int) -> None:
         self.name, self.model, self.vocabulary = kind.name, model, vocabulary
@@ -46,9 +48,10 @@ class Worker:
         if self.process is None:
             environment = {**os.environ, "PYTHONPATH": str(kinds.HERE)}
             errors = self.model.with_name(self.model.name + ".log").open("w")
-            self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen(self.command, text=True, env=environment, process_group=0, **pipes)
+        else:
+            os.killpg(self.process.pid, signal.SIGCONT)
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(f"{workload} {self.vocabulary}\n")
         self.process.stdin.flush()
@@ -59,14 +62,16 @@ class Worker:
             raise kinds.PeerError(f"it ended during {workload}, see {self.model}.log")
         if workload in FRESH:
             self.close()
+        else:
+            os.killpg(self.process.pid, signal.SIGSTOP)
         return seconds if workload == "load" else float(json.loads(line))
 
     def close(self) -> None:
-        """End the process."""
+        """End all its processes."""
         if self.process is not None:
-            assert self.process.stdin
-            self.process.stdin.close()
-            self.process.wait()
+            with contextlib.suppress(ProcessLookupError):  # they have ended by themselves
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
             self.process = None
 
 
@@ -94,7 +99,9 @@ def measure(
     workers: dict[str, Worker], workloads: list[str], rounds: int, title: str, failures: dict[str, str]
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Each workload with {peer or "load average": a figure for each round}; what fails is put into ``failures``."""
-    with Progress(transient=True) as progress:
+    with Progress(transient=True) as progress, contextlib.ExitStack() as ending:
+        for worker in workers.values():
+            ending.callback(worker.close)
         task = progress.add_task(title, total=len(workloads) * (rounds + 1))
         for workload in workloads:
             row: dict[str, list[float]] = {peer: [] for peer in (*workers, "load average")}
@@ -113,8 +120,6 @@ def measure(
                 row["load average"] += [os.getloadavg()[0]] if turn else []
                 progress.advance(task)
             yield workload, row
-    for worker in workers.values():
-        worker.close()
 
 
 def best_peer(workload: str, row: dict[str, list[float]]) -> str | None:
