@@ -213,11 +213,35 @@ inline void rotate_block(float* x, std::int64_t n, float* other) {
   for (std::int64_t i = 0; i < n; ++i) x[i] = from[i] * factor;
 }
 
+// The same of N vectors, which stay in registers: a third of the time.
+template <int N>
+LLMC_INLINE void rotate_vectors(float* x) {
+  f32x16 v[N], next[N];
+  LLMC_UNROLL for (int i = 0; i < N; ++i) v[i] = load(x + i * kLanes);
+  for (int done = 1; done < N * kLanes; done *= 2) {
+    LLMC_UNROLL for (int i = 0; i < N / 2; ++i) {
+      f32x16 even, odd;
+      deinterleave(v[2 * i], v[2 * i + 1], even, odd);
+      next[i] = even + odd;
+      next[N / 2 + i] = even - odd;
+    }
+    LLMC_UNROLL for (int i = 0; i < N; ++i) v[i] = next[i];
+  }
+  const auto factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(N * kLanes)));
+  LLMC_UNROLL for (int i = 0; i < N; ++i) store(x + i * kLanes, v[i] * factor);
+}
+
 // The same for each block of dims, the largest powers of two that fit.
 inline void rotate(float* x, std::int64_t dims, float* other) {
   while (dims > 0) {
     const auto n = static_cast<std::int64_t>(std::bit_floor(static_cast<std::uint64_t>(dims)));
-    rotate_block(x, n, other);
+    if (n == 4 * kLanes) {
+      rotate_vectors<4>(x);
+    } else if (n == 8 * kLanes) {
+      rotate_vectors<8>(x);
+    } else {
+      rotate_block(x, n, other);
+    }
     x += n;
     dims -= n;
   }

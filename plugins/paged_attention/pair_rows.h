@@ -133,8 +133,7 @@ class PairRows : public JobRows<T> {
     for_each_branch(first, count, false, [&](std::int64_t row, std::int64_t end) {
       weigh(first, row, end, {own_ * kLanes, kTile}, values);
     });
-    if constexpr (kInteger) join_values(count, seen.values);
-    this->settle(first, count);
+    settle(first, count, seen);
   }
 
   // Calls f(row, end) for the tokens that see pages of their own, whose keys, or values, are laid out; these are their
@@ -199,11 +198,11 @@ class PairRows : public JobRows<T> {
                                            out + (row - first) * width);
         }
       };
-      alone(0, from);
+      if (block.any.begin < from) alone(0, from);
       if (from == to) return;
       kWeighPairs<Values>[block.rows](weights_ + (block.row - first) * kTile, values, from, to,
                                       out + (block.row - first) * width);
-      alone(to, kTile);
+      if (block.any.end > to) alone(to, kTile);
     });
   }
 
@@ -228,6 +227,15 @@ class PairRows : public JobRows<T> {
       constexpr decltype(&soften_to_integers<1, Number>) run[] = {
           nullptr, soften_to_integers<1, Number>, soften_to_integers<2, Number>, soften_to_integers<3, Number>,
           soften_to_integers<4, Number>};
+      if (logit.plain() && part.begin == 0) {
+        for (int i = 0; i < alike; i += 2) {
+          const IntegerScores from{scores + i * kTile, key_scales_, query_factors_ + row + i};
+          const auto soften = (alike - i > 1 ? kSoftenBlocks<2> : kSoftenBlocks<1>)[part.blocks_end()];
+          soften(from, weights + i * kTile, part.end, logit.scale * kLog2e, factors_, largest + i, sum + i,
+                 weight_factors_ + r + i);
+        }
+        return;
+      }
       join_scores(row, scores, alike, part);
       run[alike](scores, weights, part.begin, part.end, logit, distance, factors_, largest, sum, weight_factors_ + r);
     } else {
@@ -245,21 +253,27 @@ class PairRows : public JobRows<T> {
       const f32x16 scale = load(key_scales_ + j);
       for (int i = 0; i < count; ++i) {
         float* place = scores + i * kTile + j;
-        store(place, sums_at(place) * (scale * query_factors_[row + i]));
+        store(place, load_integers(place) * (scale * query_factors_[row + i]));
       }
     }
   }
 
-  // The weighted values of such sums.
-  void join_values(std::int64_t count, float* values) const {
-    for (std::int64_t r = 0; r < count; ++r) {
-      for (std::int64_t i = r * step_.width; i < (r + 1) * step_.width; i += kLanes) {
-        store(values + i, sums_at(sums_ + i) * weight_factors_[r]);
+  // The rows first .. + count of the job have seen the tile; integers become values on the way.
+  void settle(std::int64_t first, std::int64_t count, const Seen& seen) {
+    if constexpr (kInteger) {
+      const std::int64_t width = step_.width;
+      const float* sums = sums_;
+      const auto value = [&](std::int64_t r, std::int64_t d) {
+        return load_integers(sums + r * width + d) * weight_factors_[r];
+      };
+      if (this->split_ == nullptr) return add_tile(this->behind(this->seen_, first), seen, count, width, value);
+      for (std::int64_t r = 0; r < count; ++r) {
+        for (std::int64_t d = 0; d < width; d += kLanes) store(seen.values + r * width + d, value(r, d));
       }
+    } else {
+      Base::settle(first, count);
     }
   }
-
-  static f32x16 sums_at(const float* sums) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(sums))}; }
 
   // What the scores and weights of a token are multiplied by where it has pages of its own.
   void find_factors(std::int64_t t, const TilePart& part) {

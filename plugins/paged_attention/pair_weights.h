@@ -78,8 +78,22 @@ LLMC_INLINE f32x16 larger_magnitude(f32x16 a, f32x16 b) {
 LLMC_INLINE float reduce_magnitude(f32x16 x) {
   return std::bit_cast<float>(_mm512_reduce_max_epi32(_mm512_castps_si512(x.v)));
 }
+// The same for numbers that are not negative, or NaN.
+LLMC_INLINE f32x16 larger_weight(f32x16 a, f32x16 b) {
+  return {_mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+}
+LLMC_INLINE float reduce_weights(f32x16 x) {
+  return std::bit_cast<float>(_mm512_reduce_max_epu32(_mm512_castps_si512(x.v)));
+}
 LLMC_INLINE void store_bytes(void* p, __m512i x) {
   _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
+
+// The lower halves of 32-bit numbers.
+LLMC_INLINE __m512i first_halves(__m512i a, __m512i b) {
+  const __m512i order = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24,
+                                         22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  return _mm512_permutex2var_epi16(a, order, b);
 }
 
 constexpr float kMostWeight = 32767;
@@ -135,6 +149,70 @@ LLMC_INLINE void soften_to_integers(float* scores, Weight* weights, int begin, i
     }
   }
 }
+
+// What 16 sums of integers are that stand where floats else do.
+LLMC_INLINE f32x16 load_integers(const float* sums) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(sums))}; }
+
+// Rows of which soften_blocks takes the scores: sums of integers, still to be multiplied by numbers of the positions
+// and of the rows.
+struct IntegerScores {
+  const float *sums, *key_scales, *query_factors;
+};
+
+// The same weights, bit by bit, of rows that see the positions 0 .. end - 1, which B blocks hold, with logits that are
+// scores times `scale`. The numbers of a row stay in registers.
+template <int B, int R>
+void soften_blocks(const IntegerScores& scores, std::int16_t* weights, int end, float scale, const float* factors,
+                   float* top, float* total, float* factor) {
+  const mask16 seen = mask_first(end - (B - 1) * kLanes);
+  const auto visible = [&](int b, const f32x16& x, const f32x16& other) { return b < B - 1 ? x : select(seen, x, other); };
+  const f32x16 absent = broadcast(kNothing);
+  f32x16 x[R][B], most[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    f32x16 largest = absent;
+    LLMC_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const f32x16 score = load_integers(scores.sums + r * kTile + b * kLanes) *
+                           (load(scores.key_scales + b * kLanes) * scores.query_factors[r]);
+      x[r][b] = visible(b, score, absent);
+      largest = max(largest, x[r][b]);
+    }
+    top[r] = reduce_max(largest) * scale;
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const f32x16 least = broadcast(-top[r]);
+    f32x16 sum = zero();
+    most[r] = zero();
+    LLMC_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const f32x16 weight = visible(b, rough_power(fmadd(x[r][b], broadcast(scale), least)), zero());
+      sum = sum + weight;
+      x[r][b] = visible(b, weight * load(factors + b * kLanes), zero());  // 0 * NaN
+      most[r] = larger_weight(most[r], x[r][b]);
+    }
+    total[r] = reduce_add(sum);
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    const PartScale parts(reduce_weights(most[r]), kMostWeight);
+    factor[r] = parts.factor;
+    const f32x16 inverse = broadcast(parts.inverse);
+    LLMC_UNROLL
+    for (int b = 0; b < B; b += 2) {
+      const __m512i low = _mm512_cvtps_epi32((x[r][b] * inverse).v);
+      const __m512i high = b + 1 < B ? _mm512_cvtps_epi32((x[r][std::min(b + 1, B - 1)] * inverse).v) : low;
+      _mm512_storeu_si512(weights + r * kTile + b * kLanes, first_halves(low, high));
+    }
+  }
+}
+
+// The same for any number of blocks.
+template <int R>
+constexpr decltype(&soften_blocks<1, R>) kSoftenBlocks[kTileBlocks + 1] = {
+    nullptr,           soften_blocks<1, R>, soften_blocks<2, R>, soften_blocks<3, R>, soften_blocks<4, R>,
+    soften_blocks<5, R>, soften_blocks<6, R>, soften_blocks<7, R>, soften_blocks<8, R>};
 
 }  // namespace llmc::LLMC_ISA
 #endif

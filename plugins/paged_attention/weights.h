@@ -108,8 +108,10 @@ LLMC_INLINE void soften(float* scores, int begin, int end, const Logit& logit, f
 }
 
 // Adds what the rows have seen in a tile to what they have seen before it. Tiles are added in ascending order, whoever
-// computed them; one in which a row sees nothing leaves that row as it is.
-inline void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width) {
+// computed them; one in which a row sees nothing leaves that row as it is. values_at(r, d): the tile's, instead of those
+// of `tile`.
+template <class F>
+void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width, F&& values_at) {
   alignas(64) float before[kLanes], now[kLanes];
   for (std::int64_t first = 0; first < rows; first += kLanes) {
     const f32x16 old_largest = load(seen.largest + first), new_largest = load(tile.largest + first);
@@ -125,12 +127,14 @@ inline void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std:
     for (int r = 0; r < kLanes && first + r < rows; ++r) {
       if (!(bits >> r & 1)) continue;
       float* values = seen.values + (first + r) * width;
-      const float* more = tile.values + (first + r) * width;
       for (std::int64_t d = 0; d < width; d += kLanes) {
-        store(values + d, fmadd(load(values + d), broadcast(before[r]), load(more + d) * now[r]));
+        store(values + d, fmadd(load(values + d), broadcast(before[r]), values_at(first + r, d) * now[r]));
       }
     }
   }
+}
+inline void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width) {
+  add_tile(seen, tile, rows, width, [&](std::int64_t r, std::int64_t d) { return load(tile.values + r * width + d); });
 }
 
 }  // namespace llmc::LLMC_ISA

@@ -11,6 +11,15 @@ std::int64_t write_bytes(const Context& context, const CacheView<T>& cache) {
          (feeds_back<T>(context) ? FedBackKeys<T>::bytes(cache.key_dim) : 0);
 }
 
+// Rows that are fetched ahead, as they stand apart from one another in memory.
+constexpr std::int64_t kRowsAhead = 4;
+
+LLMC_INLINE void fetch_row(const Tensor& x, std::int64_t row, std::int64_t head) {
+  if (row >= x.shape[0]) return;
+  const float* p = x.as<const float>() + row * x.stride[0] + head * x.stride[1];
+  for (std::int64_t d = 0; d < x.shape[2]; d += kLanes) fetch(p + d);
+}
+
 // Calls f(row, page of a kv head, lane in the page) for the new rows begin .. end - 1 of the step.
 template <class T, class F>
 void for_each_row(const CacheView<T>& cache, const Batch& batch, std::int64_t kv_head, std::int64_t begin,
@@ -38,6 +47,8 @@ void write_rows(const CacheView<T>& cache, const Context& context, std::int64_t 
   for (std::int64_t h = 0; h < cache.kv_heads; ++h) {
     const Shift of_keys(context, kKeyShift, h), of_values(context, kValueShift, h);
     for_each_row(cache, context.batch, h, begin, end, [&](std::int64_t row, std::int64_t page, int lane) {
+      fetch_row(k, row + kRowsAhead, h);
+      fetch_row(v, row + kRowsAhead, h);
       const float* key = k.as<const float>() + row * k.stride[0] + h * k.stride[1];
       if constexpr (std::is_same_v<T, e4m3>) {
         if (feeds) fed_back.add(key, k.stride[2], h, cache.key_page_at(page), lane);
