@@ -22,13 +22,13 @@ LLMC_INLINE Sequence sequence_of(const Batch& batch, std::int64_t s) {
 template <class T>
 struct CacheView {
   std::byte *keys, *values;
-  std::int64_t block_size, kv_heads, key_dim, value_dim;
+  std::int64_t pages, kv_heads, key_dim, value_dim;  // pages of a block
   PageLayout key_page, value_page;
 
   CacheView(const KvCache& cache, const KvSlot& slot)
       : keys(slot.keys),
         values(slot.values),
-        block_size(cache.block_size),
+        pages(cache.block_size / kLanes),
         kv_heads(slot.kv_heads),
         key_dim(slot.key_dim),
         value_dim(slot.value_dim),
@@ -36,7 +36,8 @@ struct CacheView {
         value_page(value_layout(kKvType<T>, slot.value_dim)) {}
 
   std::int64_t page_index(const Sequence& sequence, std::int64_t kv_head, std::int64_t page) const {
-    const std::int64_t pages = block_size / kLanes, block = sequence.blocks[page / pages];
+    if (pages == 1) return sequence.blocks[page] * kv_heads + kv_head;  // which is usual; divisions take time
+    const std::int64_t block = sequence.blocks[page / pages];
     return (block * kv_heads + kv_head) * pages + page % pages;
   }
   T* key_page_at(std::int64_t index) const { return reinterpret_cast<T*>(keys + index * key_page.bytes()); }

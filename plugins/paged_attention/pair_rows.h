@@ -89,7 +89,10 @@ class PairRows : public JobRows<T> {
     if constexpr (kQuantized<T>) {
       for (int b = first; b < last; ++b) {
         if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
-        if (is_direct()) continue;
+        if (is_direct()) {
+          if constexpr (kScaled<T>) fetch(CacheView<T>::template scales_of<float>(next_keys_[b], cache_.key_page));
+          continue;
+        }
         fetch_page(next_keys_[b], cache_.key_page);
         Number* out = keys_of_codes_ + b * kLanes * depth_;
         if constexpr (kStored) {
@@ -106,7 +109,10 @@ class PairRows : public JobRows<T> {
       if constexpr (kQuantized<T>) {
         store(factors_ + b * kLanes, value_factors(pages_[b], cache_.value_page, step_.value_dim));
       }
-      if (is_direct()) continue;
+      if (is_direct()) {
+        if constexpr (kScaled<T>) fetch(CacheView<T>::template scales_of<float>(next_pages_[b], cache_.value_page));
+        continue;
+      }
       fetch_page(next_pages_[b], cache_.value_page);
       Number* out = values_ + b * kLanes * step_.width;
       if constexpr (kStored) {
