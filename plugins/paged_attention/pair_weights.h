@@ -165,7 +165,9 @@ template <int B, int R>
 void soften_blocks(const IntegerScores& scores, std::int16_t* weights, int end, float scale, const float* factors,
                    float* top, float* total, float* factor) {
   const mask16 seen = mask_first(end - (B - 1) * kLanes);
-  const auto visible = [&](int b, const f32x16& x, const f32x16& other) { return b < B - 1 ? x : select(seen, x, other); };
+  const auto visible = [&](int b, const f32x16& x, const f32x16& other) {
+    return b < B - 1 ? x : select(seen, x, other);
+  };
   const f32x16 absent = broadcast(kNothing);
   f32x16 x[R][B], most[R];
   LLMC_UNROLL
@@ -210,9 +212,15 @@ void soften_blocks(const IntegerScores& scores, std::int16_t* weights, int end, 
 
 // The same for any number of blocks.
 template <int R>
-constexpr decltype(&soften_blocks<1, R>) kSoftenBlocks[kTileBlocks + 1] = {
-    nullptr,           soften_blocks<1, R>, soften_blocks<2, R>, soften_blocks<3, R>, soften_blocks<4, R>,
-    soften_blocks<5, R>, soften_blocks<6, R>, soften_blocks<7, R>, soften_blocks<8, R>};
+constexpr decltype(&soften_blocks<1, R>) kSoftenBlocks[kTileBlocks + 1] = {nullptr,
+                                                                           soften_blocks<1, R>,
+                                                                           soften_blocks<2, R>,
+                                                                           soften_blocks<3, R>,
+                                                                           soften_blocks<4, R>,
+                                                                           soften_blocks<5, R>,
+                                                                           soften_blocks<6, R>,
+                                                                           soften_blocks<7, R>,
+                                                                           soften_blocks<8, R>};
 
 }  // namespace llmc::LLMC_ISA
 #endif

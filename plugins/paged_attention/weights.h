@@ -108,8 +108,8 @@ LLMC_INLINE void soften(float* scores, int begin, int end, const Logit& logit, f
 }
 
 // Adds what the rows have seen in a tile to what they have seen before it. Tiles are added in ascending order, whoever
-// computed them; one in which a row sees nothing leaves that row as it is. values_at(r, d): the tile's, instead of those
-// of `tile`.
+// computed them; one in which a row sees nothing leaves that row as it is. values_at(r, d): the tile's, instead of
+// those of `tile`.
 template <class F>
 void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width, F&& values_at) {
   alignas(64) float before[kLanes], now[kLanes];
