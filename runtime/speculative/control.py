@@ -356,7 +356,10 @@ class Controller:
             step = self.cost.at(task.rows + total + probe) + self._level_seconds * self._levels(deeper) - plain
             if step > credit:
                 return
-            if step + spent + once > credit + self._saved:
+            share = (
+                1 + len(known) if self._read.tried else 1
+            )  # what all have to read may pay where that of one does not
+            if step + spent + share * once > credit + self._saved:
                 continue  # another one may have less to read
             nodes[number], known[number].idle = probe, 0
             total, level, spent = total + probe, deeper, spent + once

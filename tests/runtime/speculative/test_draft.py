@@ -127,6 +127,24 @@ def test_second_guesses_are_the_next_best(target: Path, small: Path) -> None:
             assert tree.tokens[1] in best[0]
 
 
+def test_prompts_are_read_before(target: Path, small: Path) -> None:
+    """In steps of the draft engine's size; drafts are those without."""
+    queries = [Query(Request(n, PROMPTS[n], SamplingParams(), 50).sequences[0], 4, 9) for n in (0, 1, 3)]
+    trees = []
+    for reads in (True, False):
+        llm = LLM(target, threads=1, speculative=f"draft={small}")
+        assert llm.scheduler.speculator is not None
+        proposer = llm.scheduler.speculator._proposer
+        assert [proposer.behind(query.sequence) for query in queries] == [0, 56, 39]
+        if reads:
+            assert proposer.catch_up(queries) == 56 + 39
+            assert [proposer.behind(query.sequence) for query in queries] == [0, 0, 0]
+            assert proposer.catch_up(queries) == 0
+        trees.append([tree.tokens for tree in proposer.propose(queries)])
+    assert trees[0] == trees[1]
+    assert min(map(len, trees[0])) == 4
+
+
 def test_memory_of_the_draft_engine_is_part_of_the_budget(target: Path, small: Path) -> None:
     plain = LLM(target, threads=1, kv_memory="256KiB").scheduler.config.num_blocks
     shared = LLM(target, threads=1, kv_memory="256KiB", speculative=f"draft={small}").scheduler.config.num_blocks
