@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from llmc.runtime.request import FinishReason, Sequence
+from llmc.runtime.speculative.outlook import MEMORY, MEMORY_OF_ALL, NOTHING, Known, Node, Outlook, Rate, Shape
 from llmc.runtime.speculative.step_cost import KEPT, StepCost, quartile
-
-MEMORY, MEMORY_OF_ALL = 0.9, 0.98
-"""Weight that an observation keeps at the next one: of a sequence, and of all of them."""
-
-FIRST_GUESS, GUESS_WEIGHT = 0.7, 2.0
-"""Of the share of drafts that are right, and of how many drafts that counts for: few, or one that is lucky or unlucky
-decides; more, and a sequence that differs from the others is not seen."""
-
-SECOND_GUESS = 0.5
-"""Of how often, where a draft was wrong, the one beside it is right."""
 
 LENGTH_GUESS = 64.0
 """Of how many tokens a sequence gets."""
@@ -42,32 +31,9 @@ CREDIT_FIRST, CREDIT_MOST, SAVED_MOST = 1.0, 8.0, 64.0
 """Steps without drafts: for as many drafts may go wrong before anything is known, and at any time; of what was saved
 beyond that, so much may be spent on reading prompts."""
 
-DECIDE_EVERY, SEQUENCES_PER_STEP = 4, 4
-"""Steps for which sizes are kept while the same sequences run, one for so many of these: each matters less then."""
-
-
-@dataclass
-class _Rate:
-    """Drafts that were looked at, and those that were right; older ones count less."""
-
-    right: float = 0.0
-    tried: float = 0.0
-
-    def add(self, right: float, tried: float, memory: float) -> None:
-        self.right = memory * self.right + right
-        self.tried = memory * self.tried + tried
-
-    def estimate(self, guess: float) -> float:
-        return (self.right + GUESS_WEIGHT * guess) / (self.tried + GUESS_WEIGHT)
-
-
-@dataclass
-class _Known:
-    """Of a sequence: first guesses; those beside them, where the first was wrong; and steps since there were drafts."""
-
-    first: _Rate = field(default_factory=_Rate)
-    second: _Rate = field(default_factory=_Rate)
-    idle: int = 0
+DECIDE_EVERY, SEQUENCES_PER_STEP, QUIET = 4, 4, 8
+"""Steps for which sizes are kept while the same sequences run, one for so many of these: each matters less then; and
+steps for which they are kept while nothing is learnt of drafts."""
 
 
 @dataclass
@@ -80,8 +46,7 @@ class _Step:
     right: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Task:
+class _Task(NamedTuple):
     """What `Controller.sizes` is asked."""
 
     sequences: ListOf[Sequence]
@@ -89,6 +54,15 @@ class _Task:
     rows: int
     behind: ListOf[int]
     waiting: int
+
+    def is_like(self, other: _Task) -> bool:
+        """Whether it is asked of the same sequences again."""
+        return (
+            self.sequences == other.sequences
+            and self.most == other.most
+            and self.rows == other.rows
+            and self.waiting == other.waiting
+        )
 
 
 @dataclass
@@ -104,6 +78,16 @@ class _Choice:
     """Of a token of each, in tokens of an average one."""
     used: int = 0
     """Steps."""
+    is_quiet: bool = True
+    """Nothing was learnt of drafts since."""
+
+    def take(self, chosen: list[Node], seconds: float) -> None:
+        """These instead."""
+        self.nodes, self.pairs = [0] * len(self.nodes), [0] * len(self.nodes)
+        for _, _, is_second, number in chosen:
+            self.nodes[number] += 1
+            self.pairs[number] += is_second
+        self.seconds = seconds
 
 
 class Controller:
@@ -133,11 +117,11 @@ class Controller:
         self.cost = StepCost()
         self.pairs: list[int] = []
         """Of the last sizes: nodes that are second guesses, beside the first ones of a chain."""
-        self._gains, self._has_pairs = np.array(gains), pairs
-        self._known: defaultdict[Sequence, _Known] = defaultdict(_Known)
-        self._all = _Known()
+        self._shape = Shape(gains, pairs)
+        self._known: defaultdict[Sequence, Known] = defaultdict(Known)
+        self._all = Known()
         self._length = LENGTH_GUESS
-        self._read = _Rate()  # seconds, and tokens that were read in them
+        self._read = Rate()  # seconds, and tokens that were read in them
         self._level_times: deque[float] = deque(maxlen=KEPT)
         self._level_seconds = 0.0
         self._choice: _Choice | None = None
@@ -182,14 +166,17 @@ class Controller:
 
         ``second``: whether there it was the second guess; None: there was none.
         """
-        tried = float(self._gains[:nodes].sum()) if len(self._gains) else min(accepted + 1, depth)
+        tried = self._shape.sums[min(nodes, len(self._shape.gains))] if self._shape.gains else min(accepted + 1, depth)
         known = self._known[sequence]
         for of, memory in ((known, MEMORY), (self._all, MEMORY_OF_ALL)):
             of.first.add(accepted, tried, memory)
-            if self._has_pairs and accepted < tried:  # what was not tried for long is forgotten, and tried again
+            if self._shape.pairs and accepted < tried:  # what was not tried for long is forgotten, and tried again
                 of.second.add(bool(second), second is not None, memory)
+        worth = 1.0
+        if self._choice is not None:
+            self._choice.is_quiet = False
+            worth = self._choice.worth.get(sequence, 1.0)
         if self._last is not None:
-            worth = 1.0 if self._choice is None else self._choice.worth.get(sequence, 1.0)
             self._last.right += worth * (accepted + bool(second))
 
     def caught_up(self, tokens: int, seconds: float) -> None:
@@ -226,11 +213,9 @@ class Controller:
         last = self._choice
         if (
             last is None
-            or last.task != task
-            or last.used >= min(DECIDE_EVERY, len(task.sequences) // SEQUENCES_PER_STEP)
+            or last.used >= (QUIET if last.is_quiet else min(DECIDE_EVERY, len(task.sequences) // SEQUENCES_PER_STEP))
             or last.seconds > credit
-            or task.behind
-            or not self._level_times
+            or not last.task.is_like(task)
         ):
             self._choice = last = self._best(task, plain, credit)
         last.used += 1
@@ -240,90 +225,75 @@ class Controller:
         """The most valuable nodes, so many that tokens per second are highest.
 
         A second guess may be worth less than a first one that is deeper, but costs much less: no turn of the proposer.
-        So depths are tried in turn where there are such.
+        So depths are tried in turn where there are such. No arrays: in the cache that a step leaves behind, NumPy takes
+        ten times as long for so few numbers.
 
         Args:
             task: what is asked.
             plain: seconds of the step without drafts.
             credit: seconds that it may take more.
         """
-        count, deepest = len(task.sequences), max(task.most)
-        values = self._values(task, deepest)
-        values *= (worth := self._worth(task, values))
-        reading = self._reading(task, values, plain, credit)
-        choice = _Choice(task, [0] * count, [0] * count, 0.0, dict(zip(task.sequences, worth.tolist(), strict=True)))
-        best = count / plain
-        for limit in range(1, deepest + 1) if self._has_pairs else [deepest] * (deepest > 0):
-            found = values[:limit]
-            if min(task.most) < found.shape[0] * found.shape[1]:
-                found = _at_most(found, task.most)
-            order = np.argsort(-found, axis=None, kind="stable")[: 1 if not self._level_times else None]
-            depth, kind, number = np.unravel_index(order, found.shape)
-            tokens = count + np.cumsum(found.ravel()[order])
-            seconds = self.cost.over(task.rows, len(order))[1:]
-            levels = 1 if len(self._gains) else 1 + np.maximum.accumulate(depth)
-            seconds = seconds + self._level_seconds * levels
-            allowed = seconds <= plain + credit
-            if reading is not None:
-                once, each = reading[:, number] * ((depth == 0) & (kind == 0))
-                seconds = seconds + np.cumsum(each)
-                allowed &= np.cumsum(once) <= credit + self._saved
-            end = len(order) if allowed.all() else int(allowed.argmin())  # what is behind costs more
-            place = int((tokens[:end] / seconds[:end]).argmax()) if end else 0
-            if end and tokens[place] / seconds[place] > best:
-                best = tokens[place] / seconds[place]
-                choice.nodes = np.bincount(number[: place + 1], minlength=count).tolist()
-                choice.pairs = np.bincount(number[: place + 1], kind[: place + 1], count).astype(int).tolist()
-                choice.seconds = float(seconds[place]) - plain
-            elif limit > 1 and reading is None:
+        count = len(task.sequences)
+        outlook = [
+            self._shape.outlook(self._known[s], self._all, most)
+            for s, most in zip(task.sequences, task.most, strict=True)
+        ]
+        worth = self._worth(task, outlook, plain)
+        reading = self._reading(task, outlook, plain, credit) if any(task.behind) else {}
+        choice = _Choice(task, [0] * count, [0] * count, 0.0, dict(zip(task.sequences, worth, strict=True)))
+        best, most = count / plain, count + sum(of.gained * factor for of, factor in zip(outlook, worth, strict=True))
+        deepest = max(task.most)
+        for limit in range(1, deepest + 1) if self._shape.pairs else [deepest]:
+            chosen: list[Node] = []
+            tokens, levels, once, each, found = float(count), 0, 0.0, 0.0, best
+            for nodes, node in enumerate(self._shape.nodes(outlook, worth, task.most, limit), start=1):
+                value, depth, is_second, number = node
+                levels = max(levels, self._levels(depth))
+                if depth == 1 and not is_second and number in reading:
+                    once, each = once + reading[number][0], each + reading[number][1]
+                seconds = self._seconds(task.rows + nodes, levels)
+                if seconds - plain > credit or once > credit + self._saved or most <= best * seconds:
+                    break  # it might cost too much, or even all that is to come gains nothing
+                tokens -= value
+                chosen.append(node)
+                if tokens > best * (seconds + each):
+                    best = tokens / (seconds + each)
+                    choice.take(chosen, seconds - plain)
+                if not self._level_times:
+                    break  # what making drafts takes is not known
+            if limit > 1 and best == found and not reading:
                 break  # the next turn of the proposer gives less than this one
         return choice
 
-    def _values(self, task: _Task, deepest: int) -> NDArray[np.float64]:
-        """Tokens that the nodes of each sequence are expected to give [depth, first or second guess, sequence]."""
-        known = [self._known[sequence].first for sequence in task.sequences]
-        if len(self._gains):
-            share = np.array([of.estimate(self._all.first.estimate(1.0)) for of in known])
-            gains: NDArray[np.float64] = np.minimum(1.0, np.multiply.outer(self._gains[:deepest], share))
-            return gains[:, None]
-        guess = self._all.first.estimate(FIRST_GUESS)
-        right = np.array([of.estimate(guess) for of in known])
-        firsts = np.cumprod(np.broadcast_to(right, (deepest, len(right))), axis=0)
-        if not self._has_pairs:
-            return firsts[:, None]
-        guess = self._all.second.estimate(SECOND_GUESS)
-        share = np.array([self._known[sequence].second.estimate(guess) for sequence in task.sequences])
-        seconds = firsts * np.minimum(1.0, (1 - right) / right * share)  # none is drafted without the first one
-        return np.stack([firsts, seconds], axis=1)
-
-    def _worth(self, task: _Task, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _worth(self, task: _Task, outlook: list[Outlook], plain: float) -> list[float]:
         """What a token of each sequence saves, as a part of what the average one takes."""
-        count, plain = len(task.sequences), self.cost.at(task.rows)
+        count = len(task.sequences)
         if task.waiting >= count or count == 1:
-            return np.ones(count)
-        left = [sequence.request.max_tokens - sequence.num_generated for sequence in task.sequences]
-        steps = left / (1 + values.sum(axis=(0, 1)))
-        fewer = count // 2
+            return [1.0] * count
+        steps = [
+            (sequence.request.max_tokens - sequence.num_generated) / (1 + of.gained)
+            for sequence, of in zip(task.sequences, outlook, strict=True)
+        ]
+        fewer, longest, refilled = count // 2, max(steps), task.waiting / count
         row = min(1.0, (plain - self.cost.at(task.rows - fewer)) / fewer * count / plain)
-        last = task.waiting / count + (1 - task.waiting / count) * (steps / steps.max()) ** LATE
-        worth: NDArray[np.float64] = row + (1 - row) * last
-        return worth
+        return [row + (1 - row) * (refilled + (1 - refilled) * (some / longest) ** LATE) for some in steps]
 
     def _reading(
-        self, task: _Task, values: NDArray[np.float64], plain: float, credit: float
-    ) -> NDArray[np.float64] | None:
-        """Seconds of reading for each sequence, at once and for each step that it is expected to take; None: none.
+        self, task: _Task, outlook: list[Outlook], plain: float, credit: float
+    ) -> dict[int, tuple[float, float]]:
+        """Seconds of reading for sequences that need it, at once and for each step that they are expected to take.
 
-        Where it does not pay, ``values`` become 0.
+        Where it does not pay, nothing is to be gained.
         """
-        if not task.behind:
-            return None
-        once = np.array([self._read_seconds(task, number) for number in range(len(task.sequences))])
-        left = [self._left(sequence) for sequence in task.sequences]
-        gained = values.sum(axis=(0, 1))
-        each = once * (1 + gained) / left
-        values[:, :, (once > credit + self._saved) | (each >= gained * plain / len(left))] = 0
-        return np.stack([once, each])
+        found: dict[int, tuple[float, float]] = {}
+        for number, (sequence, of) in enumerate(zip(task.sequences, outlook, strict=True)):
+            if task.behind[number]:
+                once = self._read_seconds(task, number)
+                each = once * (1 + of.gained) / self._left(sequence)
+                found[number] = once, each
+                if once > credit + self._saved or each >= of.gained * plain / len(outlook):
+                    outlook[number] = NOTHING
+        return found
 
     def _read_seconds(self, task: _Task, number: int) -> float:
         """Of reading what a proposer has not; until that is measured, as if it were what runs the steps."""
@@ -339,7 +309,11 @@ class Controller:
 
     def _levels(self, depth: int) -> int:
         """Turns that a proposer takes for a tree so deep."""
-        return min(depth, 1) if len(self._gains) else depth
+        return min(depth, 1) if self._shape.gains else depth
+
+    def _seconds(self, rows: int, levels: int) -> float:
+        """Of a step with so many rows, for whose drafts a proposer takes so many turns."""
+        return self.cost.at(rows) + self._level_seconds * levels
 
     def _probe(self, nodes: list[int], task: _Task) -> None:
         """Give a few to those that had none for long, as many of them as credit is there for."""
@@ -347,13 +321,15 @@ class Controller:
         for of, count in zip(known, nodes, strict=True):
             of.idle = 0 if count else of.idle + 1
         waiting = [number for number, of in enumerate(known) if of.idle > PROBE_AFTER]
+        if not waiting:
+            return
         total, level, plain = sum(nodes), max(nodes), self.cost.at(task.rows)
         credit = CREDIT_FIRST * plain if self._credit is None else self._credit
         spent = 0.0
         for number in sorted(waiting, key=lambda number: -known[number].idle):
             probe, once = min(PROBE, task.most[number]), self._read_seconds(task, number)
             deeper = max(level, probe)
-            step = self.cost.at(task.rows + total + probe) + self._level_seconds * self._levels(deeper) - plain
+            step = self._seconds(task.rows + total + probe, self._levels(deeper)) - plain
             if step > credit:
                 return
             share = (
@@ -377,11 +353,3 @@ class Controller:
         credit = self._credit + saved + ALLOWED * plain
         self._credit = max(-most, min(credit, most))
         self._saved = min(self._saved + max(0.0, credit - most), SAVED_MOST * plain)
-
-
-def _at_most(values: NDArray[np.float64], most: ListOf[int]) -> NDArray[np.float64]:
-    """Without all but the most valuable nodes of each sequence."""
-    flat = values.reshape(-1, len(most))
-    rank = np.argsort(np.argsort(-flat, axis=0, kind="stable"), axis=0)
-    kept: NDArray[np.float64] = np.where(rank < np.array(most), flat, 0.0).reshape(values.shape)
-    return kept

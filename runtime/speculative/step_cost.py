@@ -7,9 +7,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as ListOf
 
-import numpy as np
-from numpy.typing import NDArray
-
 FREE_ROWS = 32
 """Before anything is measured, so many rows are taken to cost as much as the step itself."""
 
@@ -66,17 +63,6 @@ class StepCost:
             return least + (most - least) * (rows - below) / (above - below)
         end = max(0, place - 1)
         return self._seconds[end] * (rows + FREE_ROWS) / (self._rows[end] + FREE_ROWS)
-
-    def over(self, rows: int, more: int) -> NDArray[np.float64]:
-        """The same for so many rows, and for 1 to ``more`` of them more: [1 + more]."""
-        asked = np.arange(rows, rows + more + 1)
-        if not self._sizes:
-            return (asked + FREE_ROWS).astype(np.float64)
-        self._update()
-        inside: NDArray[np.float64] = np.interp(asked, self._rows, self._seconds)
-        if rows < self._rows[0] or asked[-1] > self._rows[-1]:
-            inside *= (asked + FREE_ROWS) / (np.clip(asked, self._rows[0], self._rows[-1]) + FREE_ROWS)
-        return inside
 
     def _update(self) -> None:
         """The quartile of each size; where more rows took less, the mean of both, by how often they were seen."""
