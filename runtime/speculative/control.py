@@ -31,7 +31,7 @@ CREDIT_FIRST, CREDIT_MOST, SAVED_MOST = 1.0, 8.0, 64.0
 """Steps without drafts: for as many drafts may go wrong before anything is known, and at any time; of what was saved
 beyond that, so much may be spent on reading prompts."""
 
-DECIDE_EVERY, SEQUENCES_PER_STEP, QUIET = 4, 4, 8
+DECIDE_EVERY, SEQUENCES_PER_STEP, QUIET = 4, 4, 16
 """Steps for which sizes are kept while the same sequences run, one for so many of these: each matters less then; and
 steps for which they are kept while nothing is learnt of drafts."""
 
@@ -348,7 +348,9 @@ class Controller:
         plain = self.cost.at(last.rows)
         if self._credit is None:
             self._credit = CREDIT_FIRST * plain
-        saved = plain * (last.sequences + last.right) / last.sequences - self.cost.at(last.rows + last.drafts)
+        saved = 0.0
+        if last.drafts:
+            saved = plain * (last.sequences + last.right) / last.sequences - self.cost.at(last.rows + last.drafts)
         most = CREDIT_MOST * plain  # and at least: one call that hung is not to be paid for ever
         credit = self._credit + saved + ALLOWED * plain
         self._credit = max(-most, min(credit, most))
