@@ -18,6 +18,8 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests/cuda"
+HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+KV = ("bfloat16", "float16", "float8_e4m3", "int8")
 FILES = ("small_ops", "products", "product_ops", "attention_cuda", "sampling_cuda")
 
 
@@ -55,6 +57,14 @@ def kernels() -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def of_models(arch: str) -> dict[str, Any]:
+    """Attention and products of the sizes that models have, as plans for a target ask for them; tests run few."""
+    from sass import attention_instances, product_instances
+
+    made = [*attention_instances(HEADS, KV), *product_instances(int(arch.removeprefix("sm_")))]
+    return {kernel.name: kernel for kernel in made}
+
+
 def problems_of(kernel: Any, arch: str, folder: Path) -> list[str] | None:
     """What is wrong with a kernel for a target; None: plans for this target have another one."""
     from sass import disassemble, problems
@@ -88,18 +98,25 @@ def lint(targets: tuple[str, ...], jobs: int, results: Path | None, names: tuple
     """Compile all kernels (or those with NAMES in theirs) for all targets, and look at the machine code.
 
     There have to be the tensor-core instructions that the target has for the types that are multiplied, no accesses of
-    local memory (spills), and registers for the blocks that are to fit on a multiprocessor. All kernels for all targets
-    take some 1,700 runs of the compiler. The exit status is 1 if there are problems.
+    local memory (spills), and registers for the blocks that are to fit on a multiprocessor. Kernels are those that the
+    tests launch, and attention and products of the sizes that models have: for all targets some 2,000 runs of the
+    compiler. The exit status is 1 if there are problems.
     """
     sys.path[:0] = [str(TESTS), str(ROOT / "tests")]
     os.chdir(ROOT)
     from llmc.compiler.targets.base import all_targets
 
     archs = targets or [name.removeprefix("cuda:") for name in all_targets() if name.startswith("cuda:")]
-    chosen = [kernel for name, kernel in kernels().items() if not names or any(part in name for part in names)]
+    launched = kernels()
+    chosen = [
+        (kernel, arch)
+        for arch in archs
+        for name, kernel in (launched | of_models(arch)).items()
+        if not names or any(part in name for part in names)
+    ]
     lines = results.read_text().splitlines() if results and results.exists() else []
     known: dict[str, list[str] | None] = {entry["key"]: entry["problems"] for entry in map(json.loads, lines)}
-    jobs_left = [(kernel, arch, key_of(kernel, arch)) for arch in archs for kernel in chosen]
+    jobs_left = [(kernel, arch, key_of(kernel, arch)) for kernel, arch in chosen]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         todo = [job for job in jobs_left if job[2] not in known]
         made = pool.map(lambda job: problems_of(*job[:2], Path(folder)), todo)
@@ -114,8 +131,11 @@ def lint(targets: tuple[str, ...], jobs: int, results: Path | None, names: tuple
     bad = [f"{arch} {kernel.name}: {problem}" for kernel, arch, key in jobs_left for problem in known[key] or ()]
     for problem in bad:
         click.echo(problem)
-    done = sum(known[key] is not None for *_, key in jobs_left)
-    click.echo(f"{len(chosen)} kernels for {', '.join(archs)}, {done} in all: {len(bad)} problems")
+    click.echo("target  kernels  not for it  with problems")
+    for arch in archs:
+        found = [known[key] for _, of, key in jobs_left if of == arch]
+        others = found.count(None)
+        click.echo(f"{arch:6} {len(found) - others:8} {others:11} {sum(map(bool, found)):14}")
     sys.exit(bool(bad))
 
 

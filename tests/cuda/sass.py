@@ -4,11 +4,12 @@ Needs the packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, no GPU and no
 """
 
 import importlib.util
+import itertools
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +17,17 @@ from typing import Any
 
 from emulator import Emulator
 
+from llmc.plugins import cuda_gemm, cuda_packing
 from llmc.plugins.cuda import Kernel, Launch
+from llmc.plugins.paged_attention import cuda as attention
 
 REGISTERS = 65536
 """Of a multiprocessor."""
+FORMATS = (
+    *(("plain", 0, ""), ("int4", 128, "bfloat16"), ("int8", 128, "bfloat16")),
+    *(("int4", 128, "int8"), ("int8", 0, "int8"), ("fp8", 0, "fp8")),
+)
+"""Of weights: the format, columns that share a scale, what is multiplied."""
 LOCAL = re.compile(r"sin|cos")
 """Kernels that may use local memory: the sine of a large angle looks digits up in it."""
 
@@ -51,6 +59,27 @@ class Recorder(Emulator):
         """Remember the kernels."""
         for one in launches:
             self.launch(one)
+
+
+def attention_instances(heads: Sequence[tuple[int, int]], kv: Sequence[str]) -> Iterator[Kernel]:
+    """Those of sequences of many rows and of few, with these dims of keys and values and dtypes of the cache."""
+    p = attention.AttentionParams(group=1, sequences=1, kv_heads=1, max_units=1, part_rows=1)
+    for widths, dtype, biased in itertools.product(heads, kv, (False, True)):
+        yield attention._prefill(p, ("bfloat16", dtype), widths, biased, 100).kernel
+        yield attention._decode(p, ("bfloat16", dtype), widths, biased).kernel
+
+
+def product_instances(capability: int) -> Iterator[Kernel]:
+    """Those of bfloat16 rows and a weight [4096, 4096] of each format, for few rows and for many."""
+    limits = cuda_gemm.shared_limits(capability)
+    for format, group, compute in FORMATS:
+        step = cuda_packing.step_of(format, compute, capability)
+        layout = cuda_packing.Layout(4096, 4096, format, step, group)
+        weight = cuda_gemm.Weight(layout, "bfloat16" if format == "plain" else "uint8", 0, compute, group)
+        kind = cuda_gemm.math_of(weight, "bfloat16", capability)
+        of = cuda_gemm._weight_type(weight, kind), kind, layout, weight.scale, weight.zeros
+        for rows in (1, 32, 64, 4096):
+            yield cuda_gemm.instance(*of, cuda_gemm.shape_for(rows, weight, limits), limits).kernel
 
 
 @cache

@@ -7,7 +7,15 @@ import pytest
 from attention_cuda import Pool, random_rows
 from contract import converted, reference, run
 from emulator import PLUGINS, SIMT
-from sass import Code, Recorder, disassemble, problems, tensor_operations
+from sass import (
+    Code,
+    Recorder,
+    attention_instances,
+    disassemble,
+    problems,
+    product_instances,
+    tensor_operations,
+)
 from test_ptx import LAYOUTS, layout
 from test_ptx_products import FORMATS, example, product
 from test_small_ops import CONTRACTS
@@ -71,6 +79,24 @@ def test_attention_uses_tensor_cores_and_spills_nothing(kv: str, arch: str, tmp_
         code, ptx = code_of(kernel, arch, tmp_path)
         assert problems(kernel, code, ptx, arch) == []
         assert tensor_operations(ptx, arch) == (set() if "combine" in name else {"HMMA"})
+
+
+@pytest.mark.parametrize(("dims", "arch"), [(256, "sm_90"), (128, "sm_120")])
+def test_decodes_of_wide_heads_spill_nothing(dims: int, arch: str, tmp_path: Path) -> None:
+    """Where registers are scarce: sums of 128 dims for a lane, and the target whose compiler takes most of them."""
+    kernels = attention_instances([(dims, dims)], ["bfloat16"])
+    decode = next(kernel for kernel in kernels if "decode" in kernel.name)
+    code, ptx = code_of(decode, arch, tmp_path)
+    assert problems(decode, code, ptx, arch) == []
+
+
+def test_products_of_models_have_tiles_for_few_rows_and_many() -> None:
+    """On sm_90 and sm_120, which differ in shared memory and in what multiplies fp8."""
+    found = {capability: {kernel.name for kernel in product_instances(capability)} for capability in (90, 120)}
+    for names in found.values():
+        for tile in ("bf16_int416_f32_1x1x1", "bf16_int416_f32_2x2x4", "Signed8_int832_f32_2x2x4", "plain16_4x2x4"):
+            assert any(tile in name for name in names), tile
+    assert any("Float8" in name for name in found[120] - found[90])
 
 
 @pytest.mark.parametrize("name", ["norm", "softmax", "rope"])
