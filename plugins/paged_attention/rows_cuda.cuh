@@ -4,7 +4,7 @@
 // new token r / group and head r % group of the group. Keys are walked in tiles, and tiles belong to units, whose
 // bounds depend on nothing but positions. Each unit gets its own softmax; units are added up in ascending order. So
 // the sums of a row are the same ones whoever computes them: attention_prefill (a block walks all units of its rows)
-// or attention_decode and attention_combine (a warp for each unit).
+// or attention_decode and attention_combine (a block for each unit).
 #pragma once
 
 constexpr int SHORT_UNIT = 256, SHORT_UNITS = 16, LONG_UNIT = 1024;
