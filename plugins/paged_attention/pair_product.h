@@ -9,7 +9,7 @@
 namespace llmc::LLMC_ISA {
 
 // Vectors that R rows take at a time: beside the sums there has to be room for them.
-constexpr int pair_vectors_for(int rows) { return rows <= 2 ? 8 : 4; }
+constexpr int pair_vectors_for(int rows) { return rows <= 3 ? 8 : 4; }
 
 // 16 sums. They are stored as they are, integers where floats else stand.
 template <class Number>
@@ -61,18 +61,15 @@ template <class Keys, int R, int B>
 void score_pairs(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first, float* scores) {
   PairSums<typename Keys::Number> sum[R][B];
   for (std::int64_t d = 0; d < depth; d += 2) {
-    __m512i k[B];
+    __m512i x[R];
     LLMC_UNROLL
-    for (int b = 0; b < B; ++b) k[b] = keys.at(first + b, d);
-    if constexpr (fetches_ahead(R)) {
-      LLMC_UNROLL
-      for (int b = 0; b < B; ++b) fetch(keys.ahead[first + b] + d * kLanes);
-    }
+    for (int r = 0; r < R; ++r) x[r] = repeat_pair(q + r * depth + d);
     LLMC_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const __m512i x = repeat_pair(q + r * depth + d);
+    for (int b = 0; b < B; ++b) {
+      const __m512i k = keys.at(first + b, d);
+      if constexpr (fetches_ahead(R)) fetch(keys.ahead[first + b] + d * kLanes);
       LLMC_UNROLL
-      for (int b = 0; b < B; ++b) sum[r][b].add(x, k[b]);
+      for (int r = 0; r < R; ++r) sum[r][b].add(x[r], k);
     }
   }
   LLMC_UNROLL

@@ -46,8 +46,8 @@ class PairRows : public JobRows<T> {
   static constexpr bool kInteger = std::is_same_v<T, i8>;
   using Number = std::conditional_t<kInteger, std::int16_t, bf16>;
   static constexpr bool kStored = !std::is_same_v<T, i4>;  // numbers can be read while they are multiplied,
-  // as they are for so few rows
-  static constexpr std::int64_t kDirectRows = !kStored ? 0 : kQuantized<T> ? 4 : 2 * kRowBlock;
+  // as they are for so few rows; codes of fp8 take longer
+  static constexpr std::int64_t kDirectRows = !kStored ? 0 : std::is_same_v<T, e4m3> ? 8 : 2 * kRowBlock;
   // Rows that go through all steps of a tile before the next ones: what they use stays in the nearest cache.
   static constexpr std::int64_t kGroup = 8 * kRowBlock;
 
@@ -70,10 +70,9 @@ class PairRows : public JobRows<T> {
       this->find_page(tile * kTileBlocks + std::clamp(b, first, last - 1), keys_[b], pages_[b]);
       this->find_next_page(tile, b, next_keys_[b], next_pages_[b]);
       if constexpr (kQuantized<T>) {
-        operands_[b] = next_operands_[b] = keys_of_codes_ + b * kLanes * depth_;
+        operands_[b] = keys_of_codes_ + b * kLanes * depth_;
       } else {
         operands_[b] = keys_[b];
-        next_operands_[b] = next_keys_[b];
       }
     }
     prepare_keys(first, std::min(last, own_));
@@ -81,7 +80,9 @@ class PairRows : public JobRows<T> {
     for (std::int64_t row = 0; row < rows_; row += kGroup) attend_rows(row, std::min(kGroup, rows_ - row));
   }
 
-  // Whether the rows are so few that keys and values are multiplied as they are stored.
+  // Whether the rows are so few that keys and values are multiplied as they are stored. What comes next is fetched
+  // meanwhile: of codes the next tile; two tiles of bf16 would not stay in the nearest cache, so with the keys of a
+  // tile its values are fetched, and with these the next keys.
   bool is_direct() const { return rows_ <= kDirectRows; }
 
   // Blocks first .. last - 1 of the tile's keys as operands, and of its values.
@@ -166,7 +167,11 @@ class PairRows : public JobRows<T> {
     if constexpr (kStored && kQuantized<T>) {
       if (is_direct()) return score(StoredKeys<T, Number>{keys_, next_keys_}, first, begin, end, clip);
     }
-    score(PairedKeys<Number>{operands_, next_operands_}, first, begin, end, clip);
+    if constexpr (kQuantized<T>) {
+      score(PairedKeys<Number>{operands_, operands_}, first, begin, end, clip);
+    } else {
+      score(PairedKeys<Number>{operands_, is_direct() ? pages_ : next_keys_}, first, begin, end, clip);
+    }
   }
 
   template <class Keys>
@@ -181,7 +186,8 @@ class PairRows : public JobRows<T> {
   // The same; adds to `out` of the group's rows.
   void weigh(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip, float* out) const {
     if constexpr (kStored) {
-      const StoredValues<T, Number> values{pages_, next_pages_, step_.width, step_.value_dim};
+      const StoredValues<T, Number> values{pages_, kQuantized<T> ? next_pages_ : next_keys_, step_.width,
+                                           step_.value_dim};
       if (is_direct()) return weigh(values, first, begin, end, clip, out);
     }
     weigh(PairedValues<Number>{values_, step_.width, step_.value_dim}, first, begin, end, clip, out);
@@ -297,7 +303,7 @@ class PairRows : public JobRows<T> {
   Number* keys_of_codes_;         // [8][depth / 2][16][2], where the cache holds codes
   float *sums_, *query_factors_;  // of integers: [kGroup][width], [rows]
   const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_keys_[kTileBlocks], *next_pages_[kTileBlocks];
-  const Number *operands_[kTileBlocks], *next_operands_[kTileBlocks];  // keys
+  const Number* operands_[kTileBlocks];  // keys
   alignas(64) float key_scales_[kTile], factors_[kTile], weight_factors_[kGroup];
 };
 
