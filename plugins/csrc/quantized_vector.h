@@ -52,11 +52,11 @@ constexpr int kIntegerRows = 2;
 constexpr int integer_panels(int) { return 1; }
 #endif
 
-// R rows by P panels, blocks [begin, end). Between ranges of blocks the sums wait in y, exactly as they are. kFetch:
-// the panels that come next are fetched meanwhile.
-template <Format F, Zero Z, int R, int P, bool kFetch>
+// R rows by P panels, blocks [begin, end). Between ranges of blocks the sums wait in y, exactly as they are. Meanwhile
+// the lines of kFetch panels that are `ahead` bytes behind these are fetched into the second-level cache.
+template <Format F, Zero Z, int R, int P, int kFetch>
 void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t panel, std::int64_t begin,
-                   std::int64_t end) {
+                   std::int64_t end, std::int64_t ahead) {
   const QuantizedPanels& w = p.w;
   const std::byte* x = p.x.data + row * p.x.stride;
   const std::int64_t x_stride = p.x.stride, panel_bytes = w.panel_bytes();
@@ -65,7 +65,6 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
   const int last = p.lanes(panel + P - 1);
   const auto lanes = [&](int i) { return i + 1 < P ? 16 : last; };
   constexpr std::int64_t kLine = line_columns(F) / 4 * kQuadBytes<F>;
-  const std::int64_t next = panel + 2 * P <= w.panels() ? P * panel_bytes : 0;
 
   f32x16 acc[R][P];
   LLMC_UNROLL
@@ -102,10 +101,10 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
 #endif
     for (std::int64_t l = 0; !kMatrices && l < block.lines; ++l) {
       LLMC_UNROLL
+      for (int i = 0; i < kFetch; ++i) __builtin_prefetch(lines + ahead + i * panel_bytes + l * 64, 0, 2);
+      LLMC_UNROLL
       for (int i = 0; i < P; ++i) {
-        const std::byte* bytes = lines + i * panel_bytes + l * 64;
-        if constexpr (kFetch) __builtin_prefetch(bytes + next, 0, 2);
-        const Line<F> line(bytes);
+        const Line<F> line(lines + i * panel_bytes + l * 64);
         LLMC_UNROLL
         for (int r = 0; r < R; ++r) sum[r][i] = dot(sum[r][i], line, codes + r * x_stride + l * kLine);
       }
@@ -132,59 +131,68 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
 }
 
 // R rows of panels [panel, panel_end), P at a time as long as there are so many.
-template <Format F, Zero Z, int R, bool kFetch, int P = integer_panels(R)>
+template <Format F, Zero Z, int R, int kFetch, int P = integer_panels(R)>
 void integer_rows(const QuantizedProduct& p, std::int64_t row, std::int64_t panel, std::int64_t panel_end,
-                  std::int64_t begin, std::int64_t end) {
-  for (; panel + P <= panel_end; panel += P) integer_block<F, Z, R, P, kFetch>(p, row, panel, begin, end);
-  if constexpr (P > 1) integer_rows<F, Z, R, false, P / 2>(p, row, panel, panel_end, begin, end);
+                  std::int64_t begin, std::int64_t end, std::int64_t ahead) {
+  for (; panel + P <= panel_end; panel += P) integer_block<F, Z, R, P, kFetch>(p, row, panel, begin, end, ahead);
+  if constexpr (P > 1) integer_rows<F, Z, R, 0, P / 2>(p, row, panel, panel_end, begin, end, 0);
 }
 
-// Few rows read each weight once: no ranges. Many rows read a slab of four panels again and again from the cache.
-constexpr std::int64_t kSlabPanels = 4, kRangeLines = 512;
-
+// Up to three rows, or four.
 template <Format F, Zero Z, bool kFetch>
-void integer_slabs(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
-                   std::int64_t panel_end) {
-  const bool once = row_end - row_begin <= kIntegerRows;
-  const std::int64_t slab = once ? panel_end - panel_begin : kSlabPanels, lines = once ? p.w.lines : kRangeLines;
-  for (std::int64_t panel = panel_begin; panel < panel_end; panel += slab) {
-    const std::int64_t stop = std::min(panel_end, panel + slab);
-    std::int64_t begin = 0;
-    do {
-      std::int64_t end = begin;
-      while (end < p.w.blocks && p.w.block[end].line - p.w.block[begin].line < lines) ++end;
-      std::int64_t row = row_begin;
-      for (; row + kIntegerRows <= row_end; row += kIntegerRows) {
-        integer_rows<F, Z, kIntegerRows, kFetch>(p, row, panel, stop, begin, end);
-      }
-      switch (row_end - row) {
-        case 3:
-          integer_rows<F, Z, std::min(3, kIntegerRows), kFetch>(p, row, panel, stop, begin, end);
-          break;
-        case 2:
-          integer_rows<F, Z, 2, kFetch>(p, row, panel, stop, begin, end);
-          break;
-        case 1:
-          integer_rows<F, Z, 1, kFetch>(p, row, panel, stop, begin, end);
-          break;
-        default:
-          break;
-      }
-      begin = end;
-    } while (begin < p.w.blocks);
-  }
+void few_integer_rows(const QuantizedProduct& p, std::int64_t row, std::int64_t rows, std::int64_t panel,
+                      std::int64_t panel_end, std::int64_t begin, std::int64_t end) {
+  const auto run = [&](auto count) {
+    constexpr int R = std::min<int>(count(), kIntegerRows), P = integer_panels(R);
+    integer_rows<F, Z, R, kFetch ? P : 0>(p, row, panel, panel_end, begin, end, P * p.w.panel_bytes());
+  };
+  if (rows == 1) return run(std::integral_constant<int, 1>());
+  if (rows == 2) return run(std::integral_constant<int, 2>());
+  if (rows == 3) return run(std::integral_constant<int, 3>());
+  run(std::integral_constant<int, 4>());
 }
 
-// Up to 64 rows take a weight from memory, where the processor foresees the lines of a long panel by itself, but not
-// those of the next one. 16 rows of 576 columns in int4 took 1.5 times as long without; where the weight is in the
-// cache, fetching costs up to a tenth.
+// Many rows read a slab of panels again and again from the cache, and ranges of them if they are long.
+constexpr std::int64_t kRangeLines = 512;
+
+// The processor foresees the lines of a long panel by itself, but not those of the next ones: with each panel's rows
+// those of the next are fetched. Of many rows the first tiles fetch a part each: all of it beside the first four rows
+// would keep memory busy, and them waiting (16 rows of int8 took 1.15 times as long).
 template <Format F, Zero Z>
 void integer_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                      std::int64_t panel_end) {
-  if (row_end - row_begin <= 64 && p.w.lines <= kRangeLines) {
-    integer_slabs<F, Z, true>(p, row_begin, row_end, panel_begin, panel_end);
-  } else {
-    integer_slabs<F, Z, false>(p, row_begin, row_end, panel_begin, panel_end);
+  const QuantizedPanels& w = p.w;
+  constexpr int P = integer_panels(kIntegerRows);
+  if (row_end - row_begin <= kIntegerRows) {
+    return few_integer_rows<F, Z, true>(p, row_begin, row_end - row_begin, panel_begin, panel_end, 0, w.blocks);
+  }
+  const std::int64_t tiles = (row_end - row_begin) / kIntegerRows;
+  for (std::int64_t panel = panel_begin; panel < panel_end; panel += P) {
+    const std::int64_t stop = std::min(panel_end, panel + P);
+    for (std::int64_t begin = 0, end = 0; begin < w.blocks; begin = end) {
+      const std::int64_t first = w.block[begin].line;
+      while (end < w.blocks && w.block[end].line - first < kRangeLines) ++end;
+      // The same panels' next range, or the first range of the next panels.
+      const std::int64_t next = end < w.blocks ? (w.block[end].line - first) * 64 : P * w.panel_bytes() - first * 64;
+      std::int64_t fetched = end < w.blocks || stop + P <= w.panels() ? 0 : P;
+      std::int64_t row = row_begin;
+      for (; row + kIntegerRows <= row_end; row += kIntegerRows) {
+        const std::int64_t ahead = next + fetched * w.panel_bytes();
+        if (fetched == P) {
+          integer_rows<F, Z, kIntegerRows, 0>(p, row, panel, stop, begin, end, 0);
+        } else if (P == 1 || tiles >= P) {
+          integer_rows<F, Z, kIntegerRows, 1>(p, row, panel, stop, begin, end, ahead);
+          fetched += 1;
+        } else if (tiles > 1) {
+          integer_rows<F, Z, kIntegerRows, (P + 1) / 2>(p, row, panel, stop, begin, end, ahead);
+          fetched += (P + 1) / 2;
+        } else {
+          integer_rows<F, Z, kIntegerRows, P>(p, row, panel, stop, begin, end, ahead);
+          fetched = P;
+        }
+      }
+      if (row < row_end) few_integer_rows<F, Z, false>(p, row, row_end - row, panel, stop, begin, end);
+    }
   }
 }
 
