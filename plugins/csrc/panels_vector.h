@@ -165,8 +165,7 @@ constexpr std::int64_t kTaskRows = 512, kTaskPanels = 16;
 #else
 constexpr std::int64_t kTaskRows = 96, kTaskPanels = 4;
 #endif
-constexpr std::int64_t kGroupPanels = 4;    // so many panels at a time,
-constexpr std::int64_t kBlockSteps = 1024;  // in blocks of steps whose weights stay in the second-level cache
+constexpr std::int64_t kBlockSteps = 1024;  // a block of steps: its weights stay in the second-level cache
 
 #if defined(LLMC_NEON) && defined(LLMC_BF16_DOT)
 // What add_steps() does, for panel i and an even number of rows: an instruction adds two steps of two outputs and two
@@ -215,10 +214,11 @@ LLMC_INLINE void add_matrices(f32x16 (&sum)[R][P], int i, const std::byte* w, co
 }
 #endif
 
-// Adds steps [begin, end) of P panels, so many bytes apart, times R rows.
-template <class F, int R, int P>
+// Adds steps [begin, end) of P panels, so many bytes apart, times R rows. Meanwhile steps of kFetch panels that are
+// `ahead` bytes behind these are fetched into the second-level cache.
+template <class F, int kFetch = 0, int R, int P>
 LLMC_INLINE void add_steps(f32x16 (&sum)[R][P], const std::byte* w, std::int64_t panel_bytes, const std::byte* x,
-                           std::int64_t x_stride, std::int64_t begin, std::int64_t end) {
+                           std::int64_t x_stride, std::int64_t begin, std::int64_t end, std::int64_t ahead = 0) {
 #if defined(LLMC_NEON) && defined(LLMC_BF16_DOT)
   if constexpr (std::is_same_v<F, Bf16Format> && R % 2 == 0) {
     LLMC_UNROLL
@@ -227,6 +227,8 @@ LLMC_INLINE void add_steps(f32x16 (&sum)[R][P], const std::byte* w, std::int64_t
   }
 #endif
   for (std::int64_t s = begin; s < end; ++s) {
+    LLMC_UNROLL
+    for (int i = 0; i < kFetch; ++i) __builtin_prefetch(w + ahead + i * panel_bytes + s * F::kWeightBytes, 0, 2);
     typename F::Step step[P];
     LLMC_UNROLL
     for (int i = 0; i < P; ++i) step[i] = F::load_step(w + i * panel_bytes + s * F::kWeightBytes);
@@ -239,8 +241,9 @@ LLMC_INLINE void add_steps(f32x16 (&sum)[R][P], const std::byte* w, std::int64_t
 }
 
 // R rows by P panels, steps [begin, end). Between blocks of steps the sums wait in y, exactly as they are.
-template <class F, int R, int P>
-void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t begin, std::int64_t end) {
+template <class F, int R, int P, int kFetch>
+void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t begin, std::int64_t end,
+                    std::int64_t ahead) {
   const std::int64_t panel_bytes = p.w.panel_bytes(), x_stride = p.x.stride;
   const std::byte* w = p.w.data + panel * panel_bytes;
   const std::byte* x = p.x.data + row * x_stride;
@@ -262,7 +265,7 @@ void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std:
       for (int i = 0; i < P; ++i) sum[r][i] = load(y + r * p.y_stride + i * 16, lanes(i));
     }
   }
-  add_steps<F>(sum, w, panel_bytes, x, x_stride, begin, end);
+  add_steps<F, kFetch>(sum, w, panel_bytes, x, x_stride, begin, end, ahead);
   const bool finish = end == p.w.steps() && p.bias != nullptr;
   LLMC_UNROLL
   for (int i = 0; i < P; ++i) {
@@ -275,51 +278,52 @@ void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std:
 }
 
 // R rows of panels [panel, panel_end).
-template <class F, int R>
+template <class F, int R, int kFetch = 0, int P = panels_for(R)>
 void multiply_rows(const Product& p, std::int64_t row, std::int64_t panel, std::int64_t panel_end, std::int64_t begin,
-                   std::int64_t end) {
-  constexpr int P = panels_for(R);
-  for (; panel + P <= panel_end; panel += P) multiply_block<F, R, P>(p, row, panel, begin, end);
-  if constexpr (P > 2) {
-    for (; panel + 2 <= panel_end; panel += 2) multiply_block<F, R, 2>(p, row, panel, begin, end);
-  }
-  for (; panel < panel_end; ++panel) multiply_block<F, R, 1>(p, row, panel, begin, end);
+                   std::int64_t end, std::int64_t ahead = 0) {
+  for (; panel + P <= panel_end; panel += P) multiply_block<F, R, P, kFetch>(p, row, panel, begin, end, ahead);
+  if constexpr (P > 1) multiply_rows<F, R, 0, P / 2>(p, row, panel, panel_end, begin, end);
+}
+
+// Steps [begin, end) of rows fewer than kRows.
+template <class F, int R = kRows - 1>
+void multiply_rest(const Product& p, std::int64_t row, std::int64_t rows, std::int64_t panel, std::int64_t panel_end,
+                   std::int64_t begin, std::int64_t end) {
+  if (rows == R) return multiply_rows<F, R>(p, row, panel, panel_end, begin, end);
+  if constexpr (R > 1) multiply_rest<F, R - 1>(p, row, rows, panel, panel_end, begin, end);
 }
 
 template <class F>
 void multiply_vectors(const Product& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
                       std::int64_t panel_end) {
-  const std::int64_t steps = p.w.steps();
+  const std::int64_t steps = p.w.steps(), tiles = (row_end - row_begin) / kRows;
   // Few rows read each weight once or twice: no blocks. Many panels at once are for decode, few keep a slab in the
-  // cache.
+  // cache, and of what comes next each of the first tiles fetches a part.
+  constexpr int P = panels_for(kRows);
   const bool once = row_end - row_begin <= kRows;
-  const std::int64_t block = once ? steps : kBlockSteps, group = once ? panel_end - panel_begin : kGroupPanels;
+  const std::int64_t block = once ? steps : kBlockSteps, group = once ? panel_end - panel_begin : P;
   for (std::int64_t panel = panel_begin; panel < panel_end; panel += group) {
     const std::int64_t stop = std::min(panel_end, panel + group);
     std::int64_t begin = 0;
     do {
       const std::int64_t end = std::min(steps, begin + block);
+      const std::int64_t next =
+          end < steps ? (end - begin) * F::kWeightBytes : P * p.w.panel_bytes() - begin * F::kWeightBytes;
+      std::int64_t fetched = !once && (end < steps || stop + P <= p.w.panels()) ? 0 : P;
       std::int64_t row = row_begin;
-      for (; row + kRows <= row_end; row += kRows) multiply_rows<F, kRows>(p, row, panel, stop, begin, end);
-      switch (row_end - row) {
-        case 5:
-          multiply_rows<F, std::min(5, kRows)>(p, row, panel, stop, begin, end);
-          break;
-        case 4:
-          multiply_rows<F, std::min(4, kRows)>(p, row, panel, stop, begin, end);
-          break;
-        case 3:
-          multiply_rows<F, std::min(3, kRows)>(p, row, panel, stop, begin, end);
-          break;
-        case 2:
-          multiply_rows<F, 2>(p, row, panel, stop, begin, end);
-          break;
-        case 1:
-          multiply_rows<F, 1>(p, row, panel, stop, begin, end);
-          break;
-        default:
-          break;
+      for (; row + kRows <= row_end; row += kRows) {
+        const std::int64_t ahead = next + fetched * p.w.panel_bytes();
+        if (fetched == P) {
+          multiply_rows<F, kRows>(p, row, panel, stop, begin, end);
+        } else if (tiles == 1) {
+          multiply_rows<F, kRows, P>(p, row, panel, stop, begin, end, ahead);
+          fetched = P;
+        } else {
+          multiply_rows<F, kRows, (P + 1) / 2>(p, row, panel, stop, begin, end, ahead);
+          fetched += (P + 1) / 2;
+        }
       }
+      multiply_rest<F>(p, row, row_end - row, panel, stop, begin, end);
       begin = end;
     } while (begin < steps);
   }
