@@ -154,9 +154,10 @@ class Controller:
         if not sequences or self._with_drafts >= min(PLAIN_AFTER, 2 * self.cost.times(rows)):
             self._with_drafts = 0
             return self.pairs.copy()
-        choice = self._choose(_Task(sequences, most, rows, behind if any(behind) else (), waiting))
+        task = _Task(sequences, most, rows, behind if any(behind) else (), waiting)
+        choice = self._choose(task)
         nodes, self.pairs = choice.nodes.copy(), choice.pairs
-        self._probe(nodes, choice.task)
+        self._probe(nodes, task)
         self._last.drafts = sum(nodes)
         self._with_drafts += any(nodes)
         return nodes
@@ -332,10 +333,8 @@ class Controller:
             step = self._seconds(task.rows + total + probe, self._levels(deeper)) - plain
             if step > credit:
                 return
-            share = (
-                1 + len(known) if self._read.tried else 1
-            )  # what all have to read may pay where that of one does not
-            if step + spent + share * once > credit + self._saved:
+            kept = len(known) * once if self._read.tried else 0.0  # what all have to read may pay, of one it may not
+            if step + spent + once + kept > credit + self._saved:
                 continue  # another one may have less to read
             nodes[number], known[number].idle = probe, 0
             total, level, spent = total + probe, deeper, spent + once
