@@ -18,7 +18,7 @@ import emulated
 import emulator
 import numpy as np
 import pytest
-from emulator import DTYPES, PLUGINS, SIMT, Emulator, library_of
+from emulator import DTYPES, PLUGINS, SIMT, Emulator, libraries
 
 from llmc.compiler.cuda.nvrtc import compile_kernels, known_archs
 from llmc.plugins.cuda import Kernel, Launch
@@ -36,12 +36,18 @@ def arch_of(capability: int) -> str:
     return f"sm_{max(fitting, default=capability)}"
 
 
-def stand_in(kernel: Kernel) -> None:
-    """Where the stand-in driver is: give it the kernel's build for the emulator."""
+def note(kernels: Iterable[Kernel]) -> None:
+    """That the test launches these."""
+    launched.update({kernel.name: f"{kernel.source}:{kernel.function.split('<')[0]}" for kernel in kernels})
+
+
+def stand_in(kernels: Sequence[Kernel]) -> None:
+    """Where the stand-in driver is: give it the kernels' builds for the emulator."""
     if folder := os.environ.get("SIMT_KERNELS"):
-        path = Path(folder) / f"{kernel.name}.so"
-        if not path.exists():
-            path.symlink_to(library_of(kernel, MODE))
+        paths = {kernel.name: Path(folder) / f"{kernel.name}.so" for kernel in kernels}
+        missing = [kernel for kernel in kernels if not paths[kernel.name].exists()]
+        for name, library in libraries(missing, MODE).items():
+            paths[name].symlink_to(library)
 
 
 class OnGpu(CudaDevice):
@@ -64,12 +70,13 @@ class OnGpu(CudaDevice):
         return super().capture(launches)
 
     def _load(self, launches: Sequence[Launch]) -> None:
-        for kernel in {launch.kernel.name: launch.kernel for launch in launches}.values():
-            launched[kernel.name] = f"{kernel.source}:{kernel.function.split('<')[0]}"
-            if kernel.name not in self.names:
-                stand_in(kernel)
-                super().load(compile_kernels([kernel], arch_of(self.capability), folders=(PLUGINS, SIMT)))
-                self.names.add(kernel.name)
+        kernels = {launch.kernel.name: launch.kernel for launch in launches}
+        note(kernels.values())
+        new = [kernel for name, kernel in kernels.items() if name not in self.names]
+        if new:
+            stand_in(new)
+            super().load(compile_kernels(new, arch_of(self.capability), folders=(PLUGINS, SIMT)))
+            self.names |= {kernel.name for kernel in new}
 
     def free(self, address: int) -> None:
         """Give back what `alloc` gave; an executor keeps all until it is closed."""
@@ -150,9 +157,9 @@ class Gpu(Emulator):
 @contextlib.contextmanager
 def real_driver(kernels: Iterable[Kernel], **_: Any) -> Iterator[None]:
     """In place of `driver.fake_gpu`: the driver that is here."""
-    for kernel in kernels:
-        stand_in(kernel)
-        launched[kernel.name] = f"{kernel.source}:{kernel.function.split('<')[0]}"
+    given = list(kernels)
+    stand_in(given)
+    note(given)
     yield
 
 
