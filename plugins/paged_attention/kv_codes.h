@@ -185,9 +185,16 @@ LLMC_INLINE float nearest(float x, e4m3) { return std::copysign(decoded(std::cla
 // exact products.
 inline float along(const float* x, const float* y, std::int64_t n) {
   double own[4] = {}, shared[4] = {};
-  for (std::int64_t i = 0; i < n; ++i) {
-    own[i % 4] += static_cast<double>(x[i]) * x[i];
-    shared[i % 4] += static_cast<double>(x[i]) * nearest(y[i], e4m3{});
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    const auto count = static_cast<int>(std::min<std::int64_t>(kLanes, n - i));
+    alignas(64) float number[kLanes] = {}, coded[kLanes] = {};
+    std::copy_n(x + i, count, number);
+    std::copy_n(y + i, count, coded);
+    for (float& code : coded) code = nearest(code, e4m3{});  // loops of a fixed length become vectors
+    for (int j = 0; j < kLanes; j += 4) {
+      LLMC_UNROLL for (int l = 0; l < 4; ++l) own[l] += static_cast<double>(number[j + l]) * number[j + l];
+      LLMC_UNROLL for (int l = 0; l < 4; ++l) shared[l] += static_cast<double>(number[j + l]) * coded[j + l];
+    }
   }
   return static_cast<float>((own[0] + own[1] + own[2] + own[3]) / (shared[0] + shared[1] + shared[2] + shared[3]));
 }
