@@ -220,7 +220,7 @@ inline void rotate_block(float* x, std::int64_t n, float* other) {
   for (std::int64_t i = 0; i < n; ++i) x[i] = from[i] * factor;
 }
 
-// The same of N vectors, which stay in registers: a third of the time.
+// The same of N vectors, which stay in registers.
 template <int N>
 LLMC_INLINE void rotate_vectors(float* x) {
   f32x16 v[N], next[N];
