@@ -9,6 +9,9 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 import llmc
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.config import BuildConfig, Limits
@@ -18,7 +21,8 @@ from llmc.compiler.model_config import eos_token_ids, generation_defaults, token
 from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.decisions import method_text
 from llmc.compiler.tokenizer import FrozenTokenizer
-from llmc.errors import UsageError
+from llmc.compiler.weights import stream
+from llmc.errors import CheckpointError, UsageError
 from llmc.runtime.adapter_file import read_adapter
 from llmc.runtime.manifest import ModelFacts
 from llmc.runtime.plan import Plan
@@ -71,9 +75,13 @@ def limits(config: Any, build: BuildConfig) -> Limits:
 
 
 class InputHashes:
-    """Size and SHA-256 of every file that the build depends on, computed by a thread of its own."""
+    """Size and SHA-256 of every file that the build depends on, computed by a thread of its own.
+
+    It looks for weights that are NaN or infinite, too: codes of quantized ones, and what they stand for, excepted.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._directory = checkpoint.directory
         self._names = checkpoint.directory.used
         self._stop = threading.Event()
@@ -81,7 +89,7 @@ class InputHashes:
         self._future = self._pool.submit(self._hash_all)
 
     def result(self) -> dict[str, dict[str, Any]]:
-        """Wait for them: {name: {"sha256": ..., "size": ...}}."""
+        """Wait for them: {name: {"sha256": ..., "size": ...}}. Raises CheckpointError: a weight is not finite."""
         return self._future.result()
 
     def __enter__(self) -> Self:
@@ -92,6 +100,13 @@ class InputHashes:
         self._pool.shutdown()
 
     def _hash_all(self) -> dict[str, dict[str, Any]]:
+        sources = {name: self._checkpoint.weight(name) for name in self._checkpoint.names}
+        for name, source in {id(source): (name, source) for name, source in sources.items()}.values():
+            for chunk in () if hasattr(source, "quantized_rows") else stream(source):
+                self._check(0)
+                if not _finite(chunk):
+                    where = f"{self._checkpoint.path}: {name}"
+                    raise CheckpointError(f"{where} holds NaN or infinite numbers; get the checkpoint again")
         return {
             n: {"sha256": self._directory.sha256(n, self._check), "size": self._directory.size(n)} for n in self._names
         }
@@ -99,6 +114,12 @@ class InputHashes:
     def _check(self, count: int) -> None:
         if self._stop.is_set():
             raise CancelledError
+
+
+def _finite(array: NDArray[Any]) -> bool:
+    if array.dtype.name == "bfloat16":  # isfinite() of ml_dtypes takes six times as long
+        return not bool(((array.view(np.uint16) & 0x7F80) == 0x7F80).any())
+    return array.dtype.kind in "iub" or bool(np.isfinite(array).all())
 
 
 def model_facts(

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from llmc.errors import CompileError
 from llmc.runtime import selftest
 from llmc.runtime.engine import Engine, load_engine
 from llmc.runtime.selftest import Golden
@@ -33,6 +36,9 @@ def record_goldens(path: Path, parameters: int) -> list[Golden]:
     """Load the engine, run prompts with the portable kernels, and return what came out.
 
     The portable kernels give the same bits on every machine, so the engine does not depend on where it was built.
+
+    Raises:
+        CompileError: logits are NaN.
     """
     from llmc.runtime.devices.cpu import CpuExecutor
 
@@ -41,7 +47,10 @@ def record_goldens(path: Path, parameters: int) -> list[Golden]:
     size = engine.kv_cache.block_size
     executor = CpuExecutor(engine, num_blocks=selftest.blocks_needed(prompts, size, steps), isa="scalar")
     with _little_memory(engine):
-        return [selftest.record(executor, prompt, size, steps) for prompt in prompts]
+        goldens = [selftest.record(executor, prompt, size, steps) for prompt in prompts]
+    if any(np.isnan(golden.logits).any() for golden in goldens):
+        raise CompileError("the engine's logits are NaN; weights of the checkpoint are far too large")
+    return goldens
 
 
 @contextmanager

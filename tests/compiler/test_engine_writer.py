@@ -228,6 +228,17 @@ def test_numbers_beyond_float16_are_refused(tmp_path: Path) -> None:
     build_engine(folder, tmp_path / "engine", BuildConfig(dtype="bfloat16"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, dtype: str, number: float) -> None:
+    arrays = llama_arrays()
+    arrays["model.layers.0.mlp.up_proj.weight"][3, 3] = number
+    folder = write_model(tmp_path / "model", arrays)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight holds NaN"):
+        build_engine(folder, tmp_path / "engine", BuildConfig(dtype=dtype))
+    assert not (tmp_path / "engine").exists()
+
+
 def test_the_kv_cache_has_a_dtype_of_its_own(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "model")
     for given, stored in (("float16", "float16"), ("fp8", "float8_e4m3"), ("int8", "int8"), ("int4", "int4")):
