@@ -21,7 +21,7 @@ from llmc.compiler.model_config import eos_token_ids, generation_defaults, token
 from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.decisions import method_text
 from llmc.compiler.tokenizer import FrozenTokenizer
-from llmc.compiler.weights import stream
+from llmc.compiler.weights import WeightSource, stream
 from llmc.errors import CheckpointError, UsageError
 from llmc.runtime.adapter_file import read_adapter
 from llmc.runtime.manifest import ModelFacts
@@ -102,14 +102,24 @@ class InputHashes:
     def _hash_all(self) -> dict[str, dict[str, Any]]:
         sources = {name: self._checkpoint.weight(name) for name in self._checkpoint.names}
         for name, source in {id(source): (name, source) for name, source in sources.items()}.values():
-            for chunk in () if hasattr(source, "quantized_rows") else stream(source):
-                self._check(0)
-                if not _finite(chunk):
-                    where = f"{self._checkpoint.path}: {name}"
-                    raise CheckpointError(f"{where} holds NaN or infinite numbers; get the checkpoint again")
+            if not hasattr(source, "quantized_rows"):
+                self._check_numbers(name, source)
         return {
             n: {"sha256": self._directory.sha256(n, self._check), "size": self._directory.size(n)} for n in self._names
         }
+
+    def _check_numbers(self, name: str, source: WeightSource) -> None:
+        row = 0
+        for chunk in map(np.atleast_1d, stream(source)):
+            self._check(0)
+            if not _finite(chunk):
+                first = np.argwhere(~np.isfinite(chunk))[0].tolist()
+                place = [row + first[0], *first[1:]]
+                raise CheckpointError(
+                    f"{self._checkpoint.path}: numbers of {name} are not finite, the first at {place}; "
+                    "the checkpoint is damaged: get it again"
+                )
+            row += len(chunk)
 
     def _check(self, count: int) -> None:
         if self._stop.is_set():

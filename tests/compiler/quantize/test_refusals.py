@@ -16,7 +16,7 @@ from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.work import work_path
-from llmc.errors import CompileError, ResourceError, UsageError
+from llmc.errors import CheckpointError, ResourceError, UsageError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
@@ -161,7 +161,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, quantization: str) -> None:
     arrays[name][3, 5] = np.nan
     model = write_model(tmp_path / "model", arrays, **SIZES)
     calib = token_file(tmp_path / "calib.jsonl", vocabulary=48)
-    with pytest.raises(CompileError, match=rf"{name}.*not finite, the first at \[3, 5\]"):
+    with pytest.raises(CheckpointError, match=rf"{name}.*not finite, the first at \[3, 5\]"):
         build_engine(
             model, tmp_path / "engine", BuildConfig(quantization=quantization, calib=str(calib), calib_length=32)
         )
