@@ -100,10 +100,12 @@ class InputHashes:
         self._pool.shutdown()
 
     def _hash_all(self) -> dict[str, dict[str, Any]]:
-        sources = {name: self._checkpoint.weight(name) for name in self._checkpoint.names}
-        for name, source in {id(source): (name, source) for name, source in sources.items()}.values():
-            if not hasattr(source, "quantized_rows"):
+        seen: set[int] = set()
+        for name in self._checkpoint.names:
+            source = self._checkpoint.weight(name)
+            if id(source) not in seen and not hasattr(source, "quantized_rows"):
                 self._check_numbers(name, source)
+            seen.add(id(source))  # of tied ones the first is looked at
         return {
             n: {"sha256": self._directory.sha256(n, self._check), "size": self._directory.size(n)} for n in self._names
         }
