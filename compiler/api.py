@@ -138,7 +138,7 @@ def build_engine(
             compiled = compile_model(checkpoint, config, progress)
             heads = open_heads(config, compiled.steps, compiled.target.name)
             more = 0 if heads is None else heads.heads.nbytes(compiled.dtype)
-            more += eagle_bytes(compiled, config)
+            more += eagle_bytes(compiled, config)[0]
             check_disk(compiled.estimate, staging.path, work_path(Path(engine)), more)
             progress.step("hashing the model")
             hashes = inputs.result() | facts.added_files(config, heads, compiled.eagle)

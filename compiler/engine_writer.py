@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import llmc
 from llmc.compiler import safetensors_writer
+from llmc.compiler.config import BLOCK_SIZE
 from llmc.compiler.config import Limits as StepLimits
 from llmc.compiler.lower import LoweredGraph, LoweredModel, plan_steps
 from llmc.compiler.safetensors_writer import Tensor
@@ -22,7 +23,7 @@ from llmc.compiler.tokenizer import FrozenTokenizer
 from llmc.errors import CompileError
 from llmc.runtime import lora, plan_file, selftest, strict
 from llmc.runtime import manifest as manifest_file
-from llmc.runtime.engine import WEIGHTS
+from llmc.runtime.engine import WEIGHTS, kv_bytes_per_token
 from llmc.runtime.lora import Linears
 from llmc.runtime.manifest import KvCacheSpec, Limits, Manifest, ModelFacts
 from llmc.runtime.plan import Plan
@@ -55,9 +56,14 @@ class DraftPart:
         sizes = (sum(tensor.nbytes for tensor in tensors) for tensors in (own, lowered.weights.values()))
         return lowered, dict(zip(("own_bytes", "read_bytes"), sizes, strict=True))
 
-    def own_bytes(self, target: Target, shared: Collection[str]) -> int:
-        """Of the weights that the model does not have."""
-        return sum(tensor.nbytes for tensor in self._own(plan_steps(self.graph, target, self.limits), shared))
+    def sizes(self, target: Target, shared: Collection[str]) -> tuple[int, int]:
+        """Bytes of the weights that the model does not have, and of what it keeps of each token."""
+        lowered = plan_steps(self.graph, target, self.limits)
+        return sum(tensor.nbytes for tensor in self._own(lowered, shared)), self.kept_bytes(lowered)
+
+    def kept_bytes(self, lowered: LoweredModel) -> int:
+        """Of each token, in a cache of its own."""
+        return kv_bytes_per_token(lowered.plan, KvCacheSpec(self.kv_dtype, BLOCK_SIZE))
 
     def _own(self, lowered: LoweredModel, shared: Collection[str]) -> list[Tensor]:
         return [tensor for name, tensor in lowered.weights.items() if name not in shared] + list(self.more)

@@ -49,6 +49,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "arena_bytes": engine.plan.arena_bytes,
         "kv_bytes_per_token": engine.kv_bytes_per_token,
         "kv_bytes_per_sequence": engine.kv_bytes_per_token * engine.limits.max_seq_len,
+        "eagle_kv_bytes_per_token": None if engine.eagle is None else EagleProposer.kv_bytes_per_token(engine, None),
         "device_memory": None if engine.manifest.target == "cpu" else _device(engine),
         "verified": None if engine.manifest.target == "cpu" else UNVERIFIED,
         "kv_slots": [asdict(slot) for slot in engine.plan.kv_slots],

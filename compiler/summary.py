@@ -32,6 +32,7 @@ LABELS = {
     "arena_bytes": "activations at the largest step",
     "kv_bytes_per_token": "KV cache per token",
     "kv_bytes_per_sequence": "KV cache of a full sequence",
+    "eagle_kv_bytes_per_token": "KV cache per token, of the EAGLE layer besides",
     "device_memory": "memory of the device",
     "verified": "verified on hardware",
     "build_peak_bytes": "memory to build, above imports",
@@ -60,19 +61,21 @@ LABELS = {
 """Key of a result: what people read. In this order; keys that are not here are for machines."""
 
 
-def planned(compiled: Compiled, heads: HeadsToBuild | None = None, layer_bytes: int = 0) -> dict[str, Any]:
+def planned(
+    compiled: Compiled, heads: HeadsToBuild | None = None, layer_bytes: tuple[int, int] = (0, 0)
+) -> dict[str, Any]:
     """What a dry run tells.
 
     Args:
         compiled: for a device, as `cuda.sizes.with_drafts` has it.
         heads: Medusa heads that the engine gets.
-        layer_bytes: of an EAGLE layer's own weights.
+        layer_bytes: of an EAGLE layer's own weights, and of what it keeps of each token.
     """
     from llmc.compiler.cuda.sizes import device_memory
     from llmc.compiler.quantize.build import quantization_text
 
     more = 0 if heads is None else heads.heads.nbytes(compiled.dtype, None if heads.ids is None else len(heads.ids))
-    more += layer_bytes
+    more += layer_bytes[0]
     return {
         "architecture": compiled.checkpoint.config.architectures[0],
         "parameters": compiled.checkpoint.parameters,
@@ -83,6 +86,7 @@ def planned(compiled: Compiled, heads: HeadsToBuild | None = None, layer_bytes: 
         "limits": asdict(compiled.limits),
         "steps": len(compiled.lowered.plan.steps),
         **asdict(compiled.estimate),
+        "eagle_kv_bytes_per_token": layer_bytes[1] or None,
         "heads_bytes": more or None,
         "disk_bytes": compiled.estimate.disk_bytes + compiled.estimate.work_bytes + more,
         "device_memory": None if compiled.cuda is None else device_memory(compiled),
@@ -104,6 +108,7 @@ def built(result: BuildResult) -> dict[str, Any]:
         "medusa": result.report.get("medusa", {}).get("shown"),
         "medusa_expected": result.report.get("medusa", {}).get("expected"),
         "eagle": result.report.get("eagle", {}).get("shown"),
+        "eagle_kv_bytes_per_token": result.report.get("eagle", {}).get("kv_bytes_per_token"),
         "heads_bytes": sum(result.report.get(name, {}).get("own_bytes", 0) for name in ("medusa", "eagle")) or None,
         "limits": asdict(result.limits),
         "engine_bytes": result.engine_bytes,

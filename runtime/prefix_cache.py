@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Content:
-    """The tokens of a block, after those of ``parent``. A root has no parent and no tokens, but a ``scope``."""
+    """The tokens of a block (and of what is ahead), after those of ``parent``. A root has but a ``scope``."""
 
     parent: Content | None
     tokens: tuple[int, ...]
@@ -53,10 +53,16 @@ def same_content(a: Content | None, b: Content | None) -> bool:
 
 
 class PrefixCache:
-    """Finds and names the blocks of sequences. ``model``: a digest of the engine."""
+    """Finds and names the blocks of sequences.
 
-    def __init__(self, kv_cache: KvCache, model: str = "") -> None:
-        self._cache, self._model = kv_cache, model
+    Args:
+        kv_cache: has the blocks.
+        model: a digest of the engine.
+        ahead: tokens after a block that what it holds depends on, too; it has no name before they are known.
+    """
+
+    def __init__(self, kv_cache: KvCache, model: str = "", *, ahead: int = 0) -> None:
+        self._cache, self._model, self._ahead = kv_cache, model, ahead
 
     def find(self, sequence: Sequence, tokens: int) -> list[int]:
         """The blocks that hold the beginning of a sequence, of its first ``tokens`` tokens at most, in full blocks."""
@@ -72,20 +78,25 @@ class PrefixCache:
     def keys(self, sequence: Sequence, start: int, stop: int) -> set[bytes]:
         """The keys of the blocks that computing these tokens completes, or takes a step further."""
         size = self._cache.block_size
-        last = min(-(-stop // size), len(sequence.tokens) // size)
+        last = min(-(-stop // size), self._nameable(sequence))
         return {self._content(sequence, index).key for index in range(start // size, last)}
 
     def waits(self, sequence: Sequence, found: int, tokens: int, pending: set[bytes]) -> bool:
         """Whether the block after the ``found`` ones is among those that are being computed."""
         return found < tokens // self._cache.block_size and self._content(sequence, found).key in pending
 
-    def store(self, sequence: Sequence, start: int) -> None:
-        """Name the blocks that were completed since ``start`` tokens were computed."""
+    def store(self, sequence: Sequence, stop: int) -> None:
+        """Name the blocks that hold all that they are to hold of tokens before ``stop``, and have no name yet."""
         assert sequence.table is not None, "a sequence that runs has blocks"
-        size = self._cache.block_size
-        for index in range(start // size, sequence.num_computed // size):
+        last = min(stop // self._cache.block_size, self._nameable(sequence))
+        for index in range(sequence.num_named, last):
             content = self._cache.name(sequence.table.blocks[index], self._content(sequence, index))
             self._rename(sequence, index, content)
+            sequence.num_named = index + 1
+
+    def _nameable(self, sequence: Sequence) -> int:
+        """Blocks of which all tokens are known that their names are made of."""
+        return (len(sequence.tokens) - self._ahead) // self._cache.block_size
 
     def _content(self, sequence: Sequence, index: int) -> Content:
         """Of the sequence's block ``index``; those before it are made on the way, once."""
@@ -94,7 +105,7 @@ class PrefixCache:
         while len(contents) <= index:
             start = len(contents) * size
             parent = contents[-1] if contents else self._root(sequence.request)
-            contents.append(child(parent, tuple(sequence.tokens[start : start + size])))
+            contents.append(child(parent, tuple(sequence.tokens[start : start + size + self._ahead])))
         return contents[index]
 
     def _rename(self, sequence: Sequence, index: int, content: Content) -> None:

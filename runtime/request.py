@@ -256,7 +256,9 @@ class Sequence:
     table: BlockTable | None = None
     state_slot: int | None = None
     contents: list[Content] = field(default_factory=list)
-    """The prefix cache's: names of the full blocks."""
+    """The prefix cache's, like the next one: names of the full blocks."""
+    num_named: int = 0
+    """Blocks that have been found, or can be."""
     text: TextStream | None = None
     """None: tokens only."""
     penalties: PenaltyState | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -104,7 +104,9 @@ class Scheduler:
         self.config, self.statistics = config, Statistics()
         self.kv_cache = KvCache(config.num_blocks, config.block_size)
         self.states = StatePool(config.max_sequences) if config.has_state else None
-        self.prefixes = PrefixCache(self.kv_cache, model) if config.prefix_cache and not config.has_state else None
+        ahead = 0 if speculator is None else speculator.ahead
+        finds = config.prefix_cache and not config.has_state
+        self.prefixes = PrefixCache(self.kv_cache, model, ahead=ahead) if finds else None
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.speculator = speculator
@@ -252,7 +254,7 @@ class Scheduler:
         sequence.table = BlockTable()
         sequence.table.extend(shared)
         sequence.table.extend(self.kv_cache.allocate(self.kv_cache.blocks_for(len(sequence.tokens)) - len(shared)))
-        sequence.num_computed = len(shared) * self.config.block_size
+        sequence.num_named, sequence.num_computed = len(shared), len(shared) * self.config.block_size
         if sequence.request.num_cached_tokens is None:
             sequence.request.num_cached_tokens = sequence.num_computed
             self.statistics.prefix_hits += sequence.num_computed
@@ -356,6 +358,7 @@ class Scheduler:
                 touched.append(sequence)
             try:
                 self._outcome.take(chunk, rows, logits, first, chosen)
+                kept = sequence.num_computed if self.speculator is None else self.speculator.settle(sequence)
             except Exception as problem:  # of this sequence, not of its neighbours
                 sequence.finish(FinishReason.ERROR, error=f"{type(problem).__name__}: {problem}")
             if sequence.finish_reason is FinishReason.ERROR:
@@ -363,7 +366,7 @@ class Scheduler:
                 if sequence not in touched:
                     touched.append(sequence)
             elif self.prefixes is not None:
-                self.prefixes.store(sequence, chunk.start)
+                self.prefixes.store(sequence, kept)
             if chunk.tree is not None and sequence.table is not None:
                 self.kv_cache.release(sequence.table.cut(self.kv_cache.blocks_for(sequence.num_computed)))
             if sequence.finish_reason is not None:
@@ -388,12 +391,7 @@ class Scheduler:
 
     def _check(self) -> None:
         if self.config.check or not self.running:
-            self.kv_cache.check(list(self._tables()))
-
-    def _tables(self) -> Iterator[list[int]]:
-        for sequence in self.running:
-            assert sequence.table is not None, "a running sequence has a block table"
-            yield sequence.table.blocks
+            self.kv_cache.check([sequence.table.blocks for sequence in self.running if sequence.table is not None])
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

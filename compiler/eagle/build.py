@@ -116,7 +116,7 @@ def add_eagle(
     progress.step("adding the EAGLE layer")
     eagle = wanted.eagle
     part, method, shares = eagle_part(wanted, compiled, config, contents.linears)
-    _, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
+    lowered, sizes = part.write(staging, compiled.target, {tensor.name for tensor in contents.weights})
     staging.write(SPEC, to_json(strict.dump(EagleSpec(eagle.kind, compiled.dtype))))
     title, layers = TITLES[eagle.kind], list(wanted.layers)
     looks = f"goes on with what goes into layers {', '.join(map(str, layers))}" if layers else "goes on with the last"
@@ -128,6 +128,7 @@ def add_eagle(
         "shares_embedding": shares,
         "quantization": describe(method),
         **sizes,
+        "kv_bytes_per_token": part.kept_bytes(lowered),
     }
     contents = replace(
         contents,
@@ -171,13 +172,13 @@ def eagle_part(
     return DraftPart("eagle", (PLAN, WEIGHTS), graph, compiled.limits, compiled.dtype, ids), method, shares
 
 
-def eagle_bytes(compiled: Compiled, config: BuildConfig) -> int:
-    """Of the layer's own weights, before anything is quantized or written; 0: there is none."""
+def eagle_bytes(compiled: Compiled, config: BuildConfig) -> tuple[int, int]:
+    """Of the layer's own weights, before anything is quantized or written, and of each token; 0: there is none."""
     if compiled.eagle is None:
-        return 0
+        return 0, 0
     steps = compiled.steps if compiled.planned is None else predicted(compiled.planned)
     part, _, _ = eagle_part(compiled.eagle, replace(compiled, steps=steps), config)
-    return part.own_bytes(compiled.target, steps.weights)
+    return part.sizes(compiled.target, steps.weights)
 
 
 def _is_the_models(table: WeightSource, compiled: Compiled) -> bool:

@@ -144,6 +144,7 @@ def _drafts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if eagle := report.get("eagle"):
         rows.append(("EAGLE layer", eagle["shown"]))
         rows.append(("weights of the layer", format_bytes(eagle["own_bytes"])))
+        rows.append(("what it keeps of a token", format_bytes(eagle["kv_bytes_per_token"])))
     return rows
 
 

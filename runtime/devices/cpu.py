@@ -72,6 +72,8 @@ class CpuExecutor:
         self.threads = resources.physical_cores() if threads is None else threads
         self.plan = plan
         self.num_blocks = num_blocks
+        self.beside: list[CpuExecutor] = []
+        """Others that keep something of the same positions in blocks of the same numbers."""
         self._index = {value.name: number for number, value in enumerate(plan.values)}
         self._logits = self._index[plan.logits]
         self._head = plan.head
@@ -178,9 +180,10 @@ class CpuExecutor:
         self._native.move_positions(blocks, sources, targets)
 
     def poison_blocks(self, blocks: Iterable[int]) -> None:
-        """Fill blocks of the KV cache with NaN."""
+        """Fill blocks of the KV cache with NaN, also of those beside."""
         for block in blocks:
-            self._native.poison_block(block)
+            for executor in (self, *self.beside):
+                executor._native.poison_block(block)
 
     def _make(self, engine: Engine, poison: bool) -> _kernels.Executor:
         plan = engine.plan

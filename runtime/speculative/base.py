@@ -154,6 +154,8 @@ class Proposer(ABC):
         name: for ``--spec``, before a "=".
         wants_hidden: queries have ``hidden``.
         wants_features: `observe` is told the features of the engine's plan.
+        ahead: it keeps what it knows of a position in the blocks of the sequence, and so many tokens after a block are
+            part of that; None: it keeps nothing there.
         default_nodes: of a tree at most, unless ``--spec-tokens`` says otherwise.
         pairs: it drafts chains, and heeds `Query.pairs`.
         draws: it heeds `Setting.draws`; how many drafts a tree has then may not depend on which they are.
@@ -162,6 +164,7 @@ class Proposer(ABC):
     name: ClassVar[str]
     wants_hidden: ClassVar[bool] = False
     wants_features: ClassVar[bool] = False
+    ahead: ClassVar[int | None] = None
     default_nodes: ClassVar[int] = 8
     pairs: ClassVar[bool] = False
     draws: ClassVar[bool] = False
@@ -225,9 +228,17 @@ class Proposer(ABC):
     def propose(self, queries: list[Query]) -> list[Tree]:
         """One tree for each, maybe empty. Called at most once a step."""
 
-    def observe(self, seen: list[tuple[Sequence, int, NDArray[np.float32]]]) -> None:
-        """Of these sequences, a step has computed the features [n, width] of n known tokens from a position on."""
-        return
+    def observe(self, seen: list[tuple[Sequence, int, NDArray[np.float32]]]) -> int:
+        """Of these sequences, a step has computed the features [n, width] of n known tokens from a position on.
+
+        Returns how many tokens were read at once for that.
+        """
+        del seen
+        return 0
+
+    def settle(self, sequence: Sequence) -> int:
+        """After a step of it: for how many of its tokens the blocks have all that they are to have."""
+        return sequence.num_computed
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended, or has been preempted: drop what is kept for it, if anything is."""

@@ -2,6 +2,10 @@
 
 Row i of the layer takes the model's feature of token i and token i + 1, and stands at position i. Beyond what the model
 has computed, the layer goes on with its own features.
+
+What it keeps of a position is in the block of the sequence that holds that position. So there are as many blocks as the
+engine's, and who finds a beginning in the prefix cache finds what the layer has of it, too. As its last row there has
+taken the token that comes next, blocks are found by that as well (`Proposer.ahead`).
 """
 
 from __future__ import annotations
@@ -18,47 +22,42 @@ from llmc.runtime.batch import Batch, Executor
 from llmc.runtime.devices import cpu, make_part
 from llmc.runtime.eagle import FEATURES, HIDDEN, EngineEagle, cache_spec
 from llmc.runtime.engine import Engine, kv_bytes_per_token
-from llmc.runtime.kv_cache import BlockTable, KvCache
+from llmc.runtime.kv_cache import BlockTable
 from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree, tree_masks
 from llmc.runtime.speculative.growth import Growth
-from llmc.runtime.speculative.rules import Rule
 
 LEVELS = 6
 """Of a tree at most."""
 
 MOST_PENDING = 32
-"""Rows of a sequence that wait for its next drafts; more are computed at once."""
+"""Rows of a sequence that wait for its next drafts; more are computed at once, and those that complete a block."""
 
 Rows = NDArray[np.float32]
 
 
 @dataclass(eq=False)
 class _State:
-    """Of one sequence: its cache has rows for the positions ``first`` to ``first + done``; ``pending`` come next.
+    """Of one sequence: its blocks have rows for ``done`` positions, be they from others; ``pending`` come next."""
 
-    What another request had computed of a prompt has no features here: then ``first`` is not 0.
-    """
-
-    first: int
-    table: BlockTable = field(default_factory=BlockTable)
-    done: int = 0
+    done: int
     pending: list[Rows] = field(default_factory=list)
 
     @property
     def known(self) -> int:
         """The position after the last one whose feature is known."""
-        return self.first + self.done + sum(map(len, self.pending))
+        return self.done + sum(map(len, self.pending))
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
     """Rows of one sequence in a run of the layer: tokens, where they stand, what they go on with, and a tree's parents.
 
-    ``wanted``: rows whose logits are asked for.
+    ``table``, ``done``: the blocks, and positions of which they have rows. ``wanted``: rows whose logits are asked for.
     """
 
-    state: _State
+    table: BlockTable
+    done: int
     tokens: list[int]
     positions: list[int]
     features: Rows
@@ -68,11 +67,11 @@ class _Part:
 
 @dataclass(eq=False)
 class _Draft:
-    """A tree that grows. ``features``: of the layer, at the last token and at each node that is followed, [.., H]."""
+    """A tree that grows. ``features`` [H]: of the layer, at the last token (-1) and at candidates once followed."""
 
-    state: _State
+    sequence: Sequence
     growth: Growth
-    features: Rows
+    features: dict[int, Rows]
 
 
 class EagleRunner:
@@ -93,10 +92,9 @@ class EagleRunner:
     ) -> None:
         self.eagle = _layer(engine)
         self._executor = make_part(_alone(engine), model, num_blocks=num_blocks, threads=threads, isa=isa)
-        self.cache = KvCache(num_blocks, engine.kv_cache.block_size)
-        if cpu.POISON and isinstance(self._executor, cpu.CpuExecutor):
-            self.cache.on_free = self._executor.poison_blocks
-        self.most_rows, self.context = engine.limits.max_batch_tokens, engine.limits.max_seq_len
+        if cpu.POISON and isinstance(model, cpu.CpuExecutor) and isinstance(self._executor, cpu.CpuExecutor):
+            model.beside.append(self._executor)
+        self.most_rows, self.block_size = engine.limits.max_batch_tokens, engine.kv_cache.block_size
 
     def run(self, parts: list[_Part], *, of_model: bool) -> list[tuple[Rows, Rows]]:
         """Of each part its own features [rows, H], and logits of the rows that are wanted.
@@ -118,9 +116,9 @@ class EagleRunner:
 
     def _run(self, parts: list[_Part], of_model: bool) -> list[tuple[Rows, Rows]]:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).astype(np.int32)
-        tables = np.zeros((len(parts), max(len(part.state.table.blocks) for part in parts)), np.int32)
+        tables = np.zeros((len(parts), max(len(part.table.blocks) for part in parts)), np.int32)
         for row, part in zip(tables, parts, strict=True):
-            row[: len(part.state.table.blocks)] = part.state.table.row
+            row[: len(part.table.blocks)] = part.table.row
         wanted = [start + row for start, part in zip(starts, parts, strict=False) for row in part.wanted]
         known = [0 if part.parents is not None else len(part.tokens) for part in parts]
         batch = Batch(
@@ -128,7 +126,7 @@ class EagleRunner:
             position_ids=np.concatenate([part.positions for part in parts]).astype(np.int32),
             logit_rows=np.array(wanted, np.int32),
             cu_seqlens=starts,
-            num_computed=np.array([part.state.done for part in parts], np.int32),
+            num_computed=np.array([part.done for part in parts], np.int32),
             block_tables=tables,
             tree_mask=tree_masks([(n, part.parents or ()) for n, part in zip(known, parts, strict=True)]),
         )
@@ -143,16 +141,16 @@ class EagleRunner:
 
 
 class EagleProposer(Proposer):
-    """See the module. Its KV cache has room for as many positions as the engine's; who finds none gets no drafts."""
+    """See the module."""
 
     name: ClassVar[str] = "eagle"
     wants_features: ClassVar[bool] = True
+    ahead: ClassVar[int] = 1
     default_nodes: ClassVar[int] = 24
 
     def __init__(self, runner: EagleRunner) -> None:
         self._runner = runner
-        self._states: dict[Sequence, _State | None] = {}
-        """None: for want of memory it is not followed any more."""
+        self._states: dict[Sequence, _State] = {}
 
     @classmethod
     def open(cls, argument: str, setting: Setting) -> Self:
@@ -176,88 +174,87 @@ class EagleProposer(Proposer):
 
     @classmethod
     def check(cls, engine: Engine, sampling: str) -> None:
-        """The engine needs a layer; and drafts depend on what was found in the prefix cache, so answers may not."""
+        """The engine needs a layer."""
         _layer(engine)
-        if sampling == Rule.TYPICAL:
-            raise UsageError("--spec-sampling typical: what eagle drafts depends on what runs beside; use exact")
 
     @classmethod
     def kv_bytes_per_token(cls, engine: Engine, other: Engine | None) -> int:
-        """Of the layer's own cache."""
+        """What the layer keeps."""
         eagle = _layer(engine)
         return kv_bytes_per_token(eagle.plan, cache_spec(eagle, engine.kv_cache.block_size))
 
-    def observe(self, seen: list[tuple[Sequence, int, Rows]]) -> None:
-        """Keep the features; long prompts are taken in at once."""
-        ready: list[Sequence] = []
+    def observe(self, seen: list[tuple[Sequence, int, Rows]]) -> int:
+        """Keep the features; long prompts, and what completes a block, are taken in at once."""
+        ready: dict[Sequence, int] = {}
         for sequence, start, features in seen:
             state = self._states.setdefault(sequence, _State(start))
-            if state is None or not len(features):
-                continue
             assert state.known == start, "features come without a gap"
             state.pending.append(features)
-            if self._ready(sequence, state) > MOST_PENDING:
-                ready.append(sequence)
-        self._take_in(ready, last=False)
+            if (rows := self._ready(sequence)) > MOST_PENDING or self._completes(sequence):
+                ready[sequence] = rows
+        self._take_in(list(ready), last=False)
+        return sum(ready.values())
+
+    def settle(self, sequence: Sequence) -> int:
+        """Those whose rows are there; of a sequence that has ended, what completes a block is taken in now."""
+        if sequence.finish_reason is not None and self._completes(sequence):
+            self._take_in([sequence], last=False)
+        return self._states[sequence].done
 
     def propose(self, queries: list[Query]) -> list[Tree]:
         """Take in what the model has computed since, and let trees grow from there, all at once."""
         drafts: dict[int, _Draft] = {}
-        followed = [n for n, query in enumerate(queries) if self._states.get(query.sequence) is not None]
+        followed = [n for n, query in enumerate(queries) if query.sequence in self._states]
         ends = self._take_in([queries[n].sequence for n in followed], last=True)
         ids = self._runner.eagle.token_ids
         for number, end in zip(followed, ends, strict=True):
-            query, state = queries[number], self._states[queries[number].sequence]
-            if end is not None and state is not None and state.known == len(query.sequence.tokens) - 1:
+            query = queries[number]
+            if end is not None and self._states[query.sequence].known == len(query.sequence.tokens) - 1:
                 growth = Growth(query, min(query.nodes, self._runner.most_rows), min(query.depth, LEVELS))
                 growth.add(-1, end[1], ids)
-                drafts[number] = _Draft(state, growth, end[0][None])
+                drafts[number] = _Draft(query.sequence, growth, {-1: end[0]})
         growing = list(drafts.values())
         while growing:
             growing = self._grow(growing)
         return [drafts[n].growth.tree if n in drafts else Tree() for n in range(len(queries))]
 
     def forget(self, sequence: Sequence) -> None:
-        """Its blocks are free."""
-        self._drop(self._states.pop(sequence, None))
+        """Its blocks are the scheduler's."""
+        self._states.pop(sequence, None)
 
-    def _ready(self, sequence: Sequence, state: _State) -> int:
+    def _ready(self, sequence: Sequence) -> int:
         """Pending rows whose next token is known."""
-        return min(state.known, len(sequence.tokens) - 1) - state.first - state.done
+        state = self._states[sequence]
+        return min(state.known, len(sequence.tokens) - 1) - state.done
+
+    def _completes(self, sequence: Sequence) -> bool:
+        """Whether they complete a block."""
+        done, size = self._states[sequence].done, self._runner.block_size
+        return (done + self._ready(sequence)) // size > done // size
 
     def _take_in(self, sequences: list[Sequence], *, last: bool) -> list[tuple[Rows, Rows] | None]:
         """Run the layer on pending rows; of each sequence the feature and logits of the ``last`` one if asked for."""
         ends: dict[Sequence, tuple[Rows, Rows] | None] = dict.fromkeys(sequences)
-        waiting = [s for s in sequences if (state := self._states[s]) is not None and self._ready(s, state) > 0]
+        waiting = [sequence for sequence in sequences if self._ready(sequence) > 0]
         while waiting:
-            parts: dict[Sequence, _Part] = {}
-            for sequence in waiting:
-                if (part := self._next_part(sequence, last)) is not None:
-                    parts[sequence] = part
-            found = self._runner.run(list(parts.values()), of_model=True)
-            for (sequence, part), (features, logits) in zip(parts.items(), found, strict=True):
-                part.state.done += len(part.tokens)
+            parts = [self._next_part(sequence, last) for sequence in waiting]
+            found = self._runner.run(parts, of_model=True)
+            for sequence, part, (features, logits) in zip(waiting, parts, found, strict=True):
+                self._states[sequence].done += len(part.tokens)
                 if len(logits):
                     ends[sequence] = features[-1], logits[-1]
-            waiting = [s for s, part in parts.items() if self._ready(s, part.state) > 0]
+            waiting = [sequence for sequence in waiting if self._ready(sequence) > 0]
         return list(ends.values())
 
-    def _next_part(self, sequence: Sequence, last: bool) -> _Part | None:
-        """Rows that fit one run; None where there is no memory, and then never again."""
-        state = self._states[sequence]
-        assert state is not None, "it was looked for"
-        ready = self._ready(sequence, state)
-        count = min(ready, self._runner.most_rows)
-        if not self._reserve(state, count):
-            self._drop(state)
-            self._states[sequence] = None
-            return None
+    def _next_part(self, sequence: Sequence, last: bool) -> _Part:
+        """Rows that fit one run."""
+        state, ready = self._states[sequence], self._ready(sequence)
+        count, start = min(ready, self._runner.most_rows), state.done
         rows = np.concatenate(state.pending)
         state.pending = [rows[count:].copy()] if count < len(rows) else []
-        start = state.first + state.done
         tokens = sequence.tokens[start + 1 : start + 1 + count]
         wanted = [count - 1] if last and count == ready else []
-        return _Part(state, tokens, list(range(start, start + count)), rows[:count], wanted)
+        return _Part(_table(sequence), start, tokens, list(range(start, start + count)), rows[:count], wanted)
 
     def _grow(self, drafts: list[_Draft]) -> list[_Draft]:
         """One level more for each; returns those that have grown.
@@ -267,40 +264,26 @@ class EagleProposer(Proposer):
         growing: list[tuple[_Draft, list[int]]] = []
         parts: list[_Part] = []
         for draft in drafts:
-            state, growth = draft.state, draft.growth
-            level = growth.follow()
-            rows = len(growth.followed)
-            if not level or rows > self._runner.most_rows or state.done + rows > self._runner.context:
+            level, growth = draft.growth.follow(), draft.growth
+            if not level or len(growth.followed) > self._runner.most_rows:
                 continue
-            if not self._reserve(state, len(growth.followed)):
-                continue
-            start = state.first + state.done - 1
-            positions = [start + depth for depth in growth.depths]
-            parents = growth.parents
-            above = draft.features[[1 + parent for parent in parents]]
-            parts.append(_Part(state, growth.tokens, positions, above, level, parents))
+            done = self._states[draft.sequence].done
+            positions = [done - 1 + depth for depth in growth.depths]
+            above = np.stack([draft.features[candidate] for candidate in growth.above])
+            parts.append(_Part(_table(draft.sequence), done, growth.tokens, positions, above, level, growth.parents))
             growing.append((draft, level))
         ids = self._runner.eagle.token_ids
         found = self._runner.run(parts, of_model=False)
         for (draft, level), (features, logits) in zip(growing, found, strict=True):
-            draft.features = np.concatenate([draft.features[:1], features])
+            draft.features |= zip(draft.growth.followed, features, strict=True)
             for place, row in zip(level, logits, strict=True):
                 draft.growth.add(place, row, ids)
         return [draft for draft, _ in growing]
 
-    def _reserve(self, state: _State, rows: int) -> bool:
-        """Whether there are blocks for so many more rows."""
-        cache = self._runner.cache
-        missing = cache.blocks_for(state.done + rows) - len(state.table.blocks)
-        if missing > cache.num_available:
-            return False
-        if missing > 0:
-            state.table.extend(cache.allocate(missing))
-        return True
 
-    def _drop(self, state: _State | None) -> None:
-        if state is not None:
-            self._runner.cache.release(state.table.blocks)
+def _table(sequence: Sequence) -> BlockTable:
+    assert sequence.table is not None, "a sequence that runs has blocks"
+    return sequence.table
 
 
 def _alone(engine: Engine) -> Engine:

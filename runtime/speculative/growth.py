@@ -30,7 +30,7 @@ class Growth:
         self._depths: list[int] = []
         self._newest = 0
         self.followed: list[int] = []
-        """Candidates below which there are others, or are to be: each behind the one below which it is."""
+        """Of the best candidates: those below which there are others, or are to be. Each is behind its parent."""
 
     @property
     def tokens(self) -> list[int]:
@@ -43,10 +43,15 @@ class Growth:
         return [self._depths[candidate] for candidate in self.followed]
 
     @property
+    def above(self) -> list[int]:
+        """The same, the candidates below which they are; -1: the sequence's last token."""
+        return [self._parents[candidate] for candidate in self.followed]
+
+    @property
     def parents(self) -> list[int]:
         """The same, by their places in ``followed``; -1: the sequence's last token."""
         places = {candidate: place for place, candidate in enumerate(self.followed)} | {-1: -1}
-        return [places[self._parents[candidate]] for candidate in self.followed]
+        return [places[candidate] for candidate in self.above]
 
     def add(self, place: int, logits: NDArray[np.float32], ids: NDArray[np.int32] | None = None) -> None:
         """Candidates below the one at a place of ``followed`` (-1: the last token), by logits [vocabulary].
@@ -81,7 +86,7 @@ class Growth:
         level = [n for n in range(self._newest, len(self._tokens)) if n in best and self._depths[n] < self._depth]
         self._newest = len(self._tokens)
         level = sorted(sorted(level, key=self._order)[:WIDTH])
-        self.followed += level
+        self.followed = [candidate for candidate in self.followed if candidate in best] + level
         return list(range(len(self.followed) - len(level), len(self.followed)))
 
     @property

@@ -67,6 +67,11 @@ class Speculator:
         """Whether the rows before the head are to be computed."""
         return self._proposer.wants_hidden
 
+    @property
+    def ahead(self) -> int:
+        """Tokens after a block that what it holds depends on, too."""
+        return self._proposer.ahead or 0
+
     def reserve(self, sequences: int) -> int:
         """Rows of a step that are kept for trees, if so many sequences decode."""
         return self._nodes * sequences if self._is_fixed else 0
@@ -83,6 +88,9 @@ class Speculator:
         for chunk in chunks:
             budget.take(chunk)
         queries = self._queries(chunks, budget, waiting)
+        if self._proposer.ahead is not None:
+            placed = {index: _with_blocks(query, budget, cache) for index, query in queries.items()}
+            queries = {index: query for index, query in placed.items() if query is not None}
         begin = self._clock()
         if queries and (tokens := self._proposer.catch_up(list(queries.values()))):
             begin = self._caught_up(tokens, begin)
@@ -97,7 +105,7 @@ class Speculator:
                 chunks[index] = dataclasses.replace(chunks[index], tree=tree)
                 budget.tokens -= len(tree)
                 budget.rows -= len(tree)
-                _extend(query.sequence, chunks[index].stop + len(tree), cache)
+            _resize(query.sequence, chunks[index].stop + len(tree), cache)
         self._step = chunks, self._clock()
         if self._controller is not None and trees:
             self._controller.proposed(max(max(tree.depths, default=0) for tree in trees), self._step[1] - begin)
@@ -113,12 +121,15 @@ class Speculator:
             features, row, seen = self._executor.features(), 0, []
             for chunk in chunks:
                 end = row + chunk.num_rows
-                if chunk.sequence.request.pool is None:
-                    seen.append((chunk.sequence, chunk.start, features[row : end - chunk.num_drafts]))
-                    if chunk.tree is not None:
-                        self._drafts[chunk.sequence] = features[end - chunk.num_drafts : end]
+                seen.append((chunk.sequence, chunk.start, features[row : end - chunk.num_drafts]))
+                if chunk.tree is not None:
+                    self._drafts[chunk.sequence] = features[end - chunk.num_drafts : end]
                 row = end
             self._proposer.observe(seen)
+
+    def settle(self, sequence: Sequence) -> int:
+        """After a step of it: for how many of its tokens the blocks have all that they are to have."""
+        return self._proposer.settle(sequence)
 
     def take(self, chunk: Chunk, path: list[int], rows: NDArray[np.float32] | None) -> None:
         """Keep these nodes of a chunk's tree: those before the token that came last. ``rows``: before the head."""
@@ -214,11 +225,23 @@ def _room(query: Query, budget: Budget, cache: KvCache) -> int:
     return min(query.nodes, budget.tokens, budget.rows, blocks * cache.block_size - len(sequence.tokens))
 
 
-def _extend(sequence: Sequence, positions: int, cache: KvCache) -> None:
+def _with_blocks(query: Query, budget: Budget, cache: KvCache) -> Query | None:
+    """With the blocks for its tree, of no more nodes than there is room for; None if there is none."""
+    query = dataclasses.replace(query, nodes=_room(query, budget, cache))
+    if query.nodes < 1:
+        return None
+    _resize(query.sequence, len(query.sequence.tokens) + query.nodes, cache)
+    return query
+
+
+def _resize(sequence: Sequence, positions: int, cache: KvCache) -> None:
+    """As many blocks as these positions take."""
     assert sequence.table is not None, "a sequence that runs has blocks"
-    missing = cache.blocks_for(positions) - len(sequence.table.blocks)
-    if missing > 0:
+    wanted = cache.blocks_for(positions)
+    if (missing := wanted - len(sequence.table.blocks)) > 0:
         sequence.table.extend(cache.allocate(missing))
+    elif missing < 0:
+        cache.release(sequence.table.cut(wanted))
 
 
 def _allowed(tree: Tree, constraint: TokenConstraint) -> Tree:

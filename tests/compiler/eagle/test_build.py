@@ -21,9 +21,11 @@ from llmc.compiler.cli import build, inspect
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.eagle.checkpoint import read_eagle
 from llmc.compiler.features import _of_layer
+from llmc.compiler.inspect_engine import describe
 from llmc.errors import CheckpointError, CompileError, EngineError, UsageError
 from llmc.runtime.engine import load_engine
-from llmc.runtime.speculative.eagle import EagleRunner, _Part, _State
+from llmc.runtime.kv_cache import BlockTable
+from llmc.runtime.speculative.eagle import EagleProposer, EagleRunner, _Part
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Change = Callable[[Arrays, dict[str, Any]], None]
@@ -58,11 +60,11 @@ def test_layers_of_other_widths_with_tables_of_their_own(model: Path, tmp_path: 
     assert result.report["eagle"]["shares_embedding"] is False
     engine = load_engine(tmp_path / "engine")
     runner = EagleRunner(engine, num_blocks=2, threads=1)
-    state = _State(0)
-    state.table.extend(runner.cache.allocate(1))
+    blocks = BlockTable()
+    blocks.extend([1])
     random = np.random.default_rng(2)
     given, tokens = random.normal(size=(9, 180)).astype(np.float32), random.integers(0, 131, 9).tolist()
-    ((features, logits),) = runner.run([_Part(state, tokens, list(range(9)), given, list(range(9)))], of_model=True)
+    ((features, logits),) = runner.run([_Part(blocks, 0, tokens, list(range(9)), given, list(range(9)))], of_model=True)
     table = torch.tensor(arrays["embed_tokens.weight"])
     reference = Reference("eagle3", arrays, config, table, table)
     places = torch.arange(9) / 2  # linear scaling
@@ -193,7 +195,11 @@ def test_a_dry_run_tells_its_size(model: Path, tmp_path: Path, kind: str, option
         for arguments in ([*common, "--dry-run"], [*layered, "--dry-run"], [*layered, "-o", str(tmp_path / "engine")])
     )
     assert dry["heads_bytes"] == made["heads_bytes"] > 0
-    assert plain["heads_bytes"] is None
+    assert plain["heads_bytes"] is plain["eagle_kv_bytes_per_token"] is None
+    engine = load_engine(tmp_path / "engine")
+    kept = EagleProposer.kv_bytes_per_token(engine, None)
+    assert kept == dry["eagle_kv_bytes_per_token"] == made["eagle_kv_bytes_per_token"] > 0
+    assert describe(engine)["eagle_kv_bytes_per_token"] == kept
     assert dry["disk_bytes"] == plain["disk_bytes"] + dry["heads_bytes"]
 
 

@@ -20,8 +20,9 @@ from llmc.compiler.config import BuildConfig
 from llmc.errors import EngineError, UsageError
 from llmc.runtime.eagle import read_eagle
 from llmc.runtime.engine import load_engine
+from llmc.runtime.kv_cache import BlockTable
 from llmc.runtime.speculative.base import Query, Tree
-from llmc.runtime.speculative.eagle import EagleProposer, EagleRunner, _Part, _State
+from llmc.runtime.speculative.eagle import EagleProposer, EagleRunner, _Part
 from llmc.runtime.speculative.opening import Speculation
 
 LAYERS, BLOCKS = (2, 3, 4), 12
@@ -71,32 +72,30 @@ def test_the_layer_computes_what_its_formula_says(built: Built) -> None:
     tokens, known = rng.integers(0, 131, 21 + len(parents)).tolist(), 21
     given = torch.tensor(rng.normal(size=(known, width)), dtype=torch.float32)
     own = torch.tensor(rng.normal(size=(len(parents), 60)), dtype=torch.float32)
-    first = 5  # what is before was found in a prefix cache
     hidden = torch.cat([built.reference.join(given), own])
-    positions = [*range(first, first + known), *(first + known + depth for depth in depths)]
+    positions = [*range(known), *(known + depth for depth in depths)]
     mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
     for node, parent in enumerate(parents):
         mask[known + node, known:] = mask[known + parent, known:] if parent >= 0 else False
         mask[known + node, known + node] = True
     features, logits = built.reference.rows(hidden, torch.tensor(tokens), torch.tensor(positions), mask)
 
-    state, other = _State(first), _State(0)
-    for one in (state, other):
-        one.table.extend(runner.cache.allocate(3))
-    beside = _Part(other, [7, 8], [0, 1], given.numpy()[:2], [1])
+    table, other = BlockTable(), BlockTable()
+    table.extend([4, 1, 7])
+    other.extend([3])
+    beside = _Part(other, 0, [7, 8], [0, 1], given.numpy()[:2], [1])
     found = []
     for begin, end in ((0, 9), (9, known)):
-        part = _Part(state, tokens[begin:end], positions[begin:end], given.numpy()[begin:end], [end - begin - 1])
-        _, (rows, last) = runner.run([beside, part], of_model=True)
+        rows = tokens[begin:end], positions[begin:end], given.numpy()[begin:end]
+        part = _Part(table, begin, *rows, [end - begin - 1])
+        _, (own_rows, last) = runner.run([beside, part], of_model=True)
         assert close(last[0], logits[end - 1])
-        state.done = end
-        found.append(rows)
+        found.append(own_rows)
     wanted = list(range(len(parents)))
-    tree = _Part(state, tokens[known:], positions[known:], own.numpy(), wanted, parents)
-    other.done = 2
-    chain = _Part(other, [9], [2], own.numpy()[:1], [0], [-1])
-    (rows, scores), _ = runner.run([tree, chain], of_model=False)
-    assert close(np.concatenate([*found, rows]), features)
+    tree = _Part(table, known, tokens[known:], positions[known:], own.numpy(), wanted, parents)
+    chain = _Part(other, 2, [9], [2], own.numpy()[:1], [0], [-1])
+    (own_rows, scores), _ = runner.run([tree, chain], of_model=False)
+    assert close(np.concatenate([*found, own_rows]), features)
     assert close(scores, logits[known:])
 
 
@@ -109,15 +108,13 @@ class Watch(EagleProposer):
     def propose(self, queries: list[Query]) -> list[Tree]:
         trees = super().propose(queries)
         for query, tree in zip(queries, trees, strict=True):
-            state = self._states[query.sequence]
-            assert state is not None
-            self._compare(query.sequence.tokens, state.first, tree)
+            self._compare(query.sequence.tokens, tree)
         return trees
 
-    def _compare(self, tokens: list[int], first: int, tree: Tree) -> None:
+    def _compare(self, tokens: list[int], tree: Tree) -> None:
         """The first child of each node is what the layer thinks likeliest, on the path to it."""
         reference, ids = self.built.reference, self._runner.eagle.token_ids
-        known = reference.join(self.built.features(tokens[:-1]))[first:]
+        known = reference.join(self.built.features(tokens[:-1]))
         own: dict[int, torch.Tensor] = {}
         for node in sorted(tree.children):
             path = []
@@ -126,10 +123,10 @@ class Watch(EagleProposer):
                 node = tree.parents[node]
             path.reverse()
             hidden = torch.cat([known, *(own[above] for above in [-1, *path[:-1]] if path)])
-            taken = torch.tensor(tokens[first + 1 :] + [tree.tokens[step] for step in path])
+            taken = torch.tensor(tokens[1:] + [tree.tokens[step] for step in path])
             size = len(taken)
             mask = torch.ones(size, size, dtype=torch.bool).tril()
-            features, logits = reference.rows(hidden, taken, torch.arange(first, first + size), mask)
+            features, logits = reference.rows(hidden, taken, torch.arange(size), mask)
             last = path[-1] if path else -1
             own[last] = features[-1:]
             best = int(logits[-1].argmax())
@@ -138,7 +135,7 @@ class Watch(EagleProposer):
 
 
 def test_trees_are_those_of_the_formula(built: Built) -> None:
-    """With prompts in chunks, a beginning from the prefix cache, and a context that is computed twice."""
+    """With prompts in chunks, beginnings from the prefix cache, and contexts that are computed twice."""
     prompts = [[5, 6, 7], list(range(3, 90)), list(range(3, 55)), [9] * 4]
     params = SamplingParams(max_tokens=14, ignore_eos=True)
     plain = LLM(built.path, threads=1)
@@ -157,7 +154,7 @@ def test_trees_are_those_of_the_formula(built: Built) -> None:
     assert llm.scheduler.statistics.preemptions > 0
     assert proposer.seen > 40
     assert speculator.acceptance.drafted > 60
-    assert not proposer._states and proposer._runner.cache.num_used == 0
+    assert not proposer._states
 
 
 def test_features_are_those_of_transformers(built: Built) -> None:
@@ -269,7 +266,95 @@ def test_drafts_change_nothing(close_model: Path) -> None:
             assert speculator.acceptance.accepted > 20
             proposer = speculator._proposer
             assert isinstance(proposer, EagleProposer)
-            assert not proposer._states and proposer._runner.cache.num_used == 0
+            assert not proposer._states
+
+
+class Record(EagleProposer):
+    """Keeps what was drafted behind which tokens."""
+
+    trees: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def propose(self, queries: list[Query]) -> list[Tree]:
+        trees = super().propose(queries)
+        for query, tree in zip(queries, trees, strict=True):
+            self.trees[tuple(query.sequence.tokens)] = tree.tokens, tree.parents
+        return trees
+
+
+def recorded(engine: Path, sampling: str = "exact", **options: Any) -> tuple[LLM, Record]:
+    asked = Speculation("eagle", tokens=6, sampling=sampling)
+    llm = LLM(engine, threads=1, check=True, speculative=asked, **options)
+    assert llm.scheduler.speculator is not None
+    proposer: Any = llm.scheduler.speculator._proposer
+    proposer.__class__, proposer.trees = Record, {}
+    return llm, proposer
+
+
+@pytest.mark.parametrize("sampling", ["exact", "rejection"])
+def test_a_beginning_that_is_found_brings_what_the_layer_has_of_it(close_model: Path, sampling: str) -> None:
+    """Drafts are those without a prefix cache: behind a prompt, its answer, its choices, and what was embedded."""
+    rng = random.Random(5)
+    shared, *ends = ([rng.randrange(3, 131) for _ in range(n)] for n in (48, 1, 9, 16, 17))
+    prompts = [shared + end for end in ends] + [shared]
+    common: dict[str, Any] = {"ignore_eos": True, "max_tokens": 18}
+    params = [SamplingParams(**common, temperature=0.6 * (n % 2), seed=n, n=1 + (n == 3)) for n in range(5)]
+
+    def answer(llm: LLM, number: int) -> Any:
+        return [choice.token_ids for choice in llm.generate(prompts[number], params[number])[0].choices]
+
+    cold, expected = recorded(close_model, sampling, prefix_cache=False)
+    answers = [answer(cold, number) for number in range(len(prompts))]
+    prompts.append(prompts[2] + list(answers[2][0]) + ends[1])
+    params.append(params[2])
+    answers.append(answer(cold, -1))
+    warm, found = recorded(close_model, sampling, num_blocks=40)
+    warm.embed([[*shared, 7]])
+    results = [answer(warm, number) for number in range(len(prompts))]
+    assert results == answers and found.trees == expected.trees
+    drafts = [llm.scheduler.speculator.acceptance for llm in (cold, warm)]  # type: ignore[union-attr]
+    assert drafts[0].counts == drafts[1].counts and drafts[0].by_depth == drafts[1].by_depth
+    assert drafts[0].accepted > 10
+    (again,) = warm.generate(prompts[-1], params[-1])
+    assert again.usage.cached_tokens == (len(prompts[-1]) - 1) // 16 * 16
+    assert warm.scheduler.statistics.prefix_hits > 32 * len(prompts)
+    for llm in (cold, warm):
+        cache = llm.scheduler.kv_cache
+        assert (cache.num_used, cache.num_available) == (0, cache.num_blocks)
+
+
+def test_what_follows_a_block_is_part_of_its_name(close_model: Path) -> None:
+    """The layer's last row of a block has taken the next token: who goes on with another one does not find it."""
+    llm, _ = recorded(close_model)
+    prompt, params = list(range(3, 36)), SamplingParams(max_tokens=20, ignore_eos=True)
+    first = llm.generate(prompt, params)[0]
+    for last, cached in ((prompt[-1], 32), (9, 16), (prompt[-1], 32)):
+        result = llm.generate([*prompt[:-1], last], params)[0]
+        assert result.usage.cached_tokens == cached
+    assert result.token_ids == first.token_ids
+    answer = prompt + list(first.token_ids)
+    assert llm.generate([*answer, 5], params)[0].usage.cached_tokens == 48  # of 52 that were computed
+
+
+def test_with_little_memory_drafts_are_fewer_and_blocks_come_back(close_model: Path) -> None:
+    """Drafts take only what is left; what they did not need is free at once."""
+    plain = mixed(LLM(close_model, threads=1))
+    llm = LLM(close_model, threads=1, check=True, num_blocks=9, speculative=Speculation("eagle", tokens=24))
+    assert mixed(llm) == plain
+    cache = llm.scheduler.kv_cache
+    assert (cache.num_used, cache.num_available) == (0, cache.num_blocks)
+    assert llm.scheduler.statistics.preemptions > 0
+    assert llm.scheduler.statistics.drafted > 0
+
+
+def test_typical_acceptance_depends_on_nothing_beside(close_model: Path) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=3)
+    prompts = [list(range(3, 40)), list(range(3, 36)), [9] * 40]
+    asked = Speculation("eagle", tokens=4, sampling="typical")
+    alone = [LLM(close_model, threads=1, speculative=asked).generate(prompt, params)[0] for prompt in prompts]
+    llm = LLM(close_model, threads=1, check=True, speculative=asked)
+    for _ in range(2):
+        beside = llm.generate(prompts, params)
+        assert [result.token_ids for result in beside] == [result.token_ids for result in alone]
 
 
 def test_what_is_aborted_holds_nothing(close_model: Path) -> None:
@@ -284,19 +369,7 @@ def test_what_is_aborted_holds_nothing(close_model: Path) -> None:
     assert speculator is not None and speculator.acceptance.drafted > 0
     proposer = speculator._proposer
     assert isinstance(proposer, EagleProposer)
-    assert not proposer._states and proposer._runner.cache.num_used == 0
-
-
-def test_who_finds_no_memory_gets_no_drafts(close_model: Path) -> None:
-    llm = LLM(close_model, threads=1, check=True, speculative=Speculation("eagle", tokens=4))
-    assert llm.scheduler.speculator is not None
-    proposer = llm.scheduler.speculator._proposer
-    assert isinstance(proposer, EagleProposer)
-    taken = proposer._runner.cache.allocate(proposer._runner.cache.num_available - 3)
-    plain = mixed(LLM(close_model, threads=1))
-    assert mixed(llm) == plain
-    assert proposer._runner.cache.num_used == len(taken)
-    assert llm.scheduler.speculator.acceptance.drafted > 0
+    assert not proposer._states
 
 
 def test_the_cache_of_the_layer_is_part_of_the_budget(close_model: Path) -> None:
@@ -323,8 +396,6 @@ def test_what_makes_no_sense_is_refused(built: Built, tmp_path: Path) -> None:
         return
     with pytest.raises(UsageError, match="leave =x away"):
         LLM(built.path, threads=1, speculative="eagle=x")
-    with pytest.raises(UsageError, match="what eagle drafts depends on what runs beside; use exact"):
-        LLM(built.path, threads=1, speculative=Speculation("eagle", sampling="typical"))
     build_engine(write_script_model(tmp_path / "model", []), tmp_path / "engine", BuildConfig(max_seq_len=96))
     with pytest.raises(UsageError, match=r"has no EAGLE layer; build it with: llmc build MODEL --eagle DIR"):
         LLM(tmp_path / "engine", threads=1, speculative="eagle")
