@@ -106,7 +106,8 @@ class Controller:
     the sequence is expected to get, and must not take more than drafts have saved before.
 
     What drafts have cost and what they saved is added up, so that they never cost more than a small share of the time,
-    whatever the guesses are worth.
+    whatever the guesses are worth. What a proposer reads whatever sizes are is owed to that account: later savings pay
+    it, and half of that share; drafts that pay for themselves go on.
 
     Args:
         gains: of a proposer whose trees always have the same shape: what each node is expected to be worth.
@@ -128,7 +129,7 @@ class Controller:
         self._last: _Step | None = None
         self._with_drafts = 0
         self._credit: float | None = None  # seconds; None: no step has run
-        self._saved = 0.0  # seconds beyond the most of these
+        self._saved = 0.0  # seconds beyond the most of these; below 0: they are owed
 
     def sizes(
         self,
@@ -187,6 +188,11 @@ class Controller:
         self._saved -= paid
         if self._credit is not None:
             self._credit -= seconds - paid
+
+    def has_read(self, seconds: float) -> None:
+        """The proposer has read what steps have computed, which took so long and had not been chosen."""
+        if self._credit is not None:
+            self._saved -= seconds
 
     def proposed(self, levels: int, seconds: float) -> None:
         """Making trees so deep took so long."""
@@ -351,6 +357,7 @@ class Controller:
         if last.drafts:
             saved = plain * (last.sequences + last.right) / last.sequences - self.cost.at(last.rows + last.drafts)
         most = CREDIT_MOST * plain  # and at least: one call that hung is not to be paid for ever
-        credit = self._credit + saved + ALLOWED * plain
+        paid = max(0.0, min(-self._saved, ALLOWED / 2 * plain))
+        credit = self._credit + saved + ALLOWED * plain - paid
         self._credit = max(-most, min(credit, most))
-        self._saved = min(self._saved + max(0.0, credit - most), SAVED_MOST * plain)
+        self._saved = max(-most, min(self._saved + paid + max(0.0, credit - most), SAVED_MOST * plain))

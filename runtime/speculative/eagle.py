@@ -190,6 +190,8 @@ class EagleProposer(Proposer):
             state = self._states.setdefault(sequence, _State(start))
             assert state.known == start, "features come without a gap"
             state.pending.append(features)
+            if state.known == len(sequence.tokens) - 1:
+                continue  # the next drafts begin with the last of these rows
             if (rows := self._ready(sequence)) > MOST_PENDING or self._completes(sequence):
                 ready[sequence] = rows
         self._take_in(list(ready), last=False)

@@ -14,7 +14,7 @@ class Acceptance:
 
     Drafts are those that could have been used: where a sequence ends, the model itself gives the token that ends it.
     ``by_depth``: for depth 1, 2, ...: [steps whose tree went so deep, steps that accepted so much]. ``read_tokens``:
-    of prompts, before drafts could be made, which took ``read_seconds``.
+    of texts, apart from what making drafts takes, in ``read_seconds``.
     """
 
     proposer: str

@@ -125,7 +125,12 @@ class Speculator:
                 if chunk.tree is not None:
                     self._drafts[chunk.sequence] = features[end - chunk.num_drafts : end]
                 row = end
-            self._proposer.observe(seen)
+            begin = self._clock()
+            if tokens := self._proposer.observe(seen):
+                seconds = self._clock() - begin
+                self.acceptance.read(tokens, seconds)
+                if self._controller is not None:
+                    self._controller.has_read(seconds)
 
     def settle(self, sequence: Sequence) -> int:
         """After a step of it: for how many of its tokens the blocks have all that they are to have."""

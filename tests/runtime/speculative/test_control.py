@@ -220,16 +220,20 @@ def run_queue(
 ) -> float:
     """Milliseconds of all sequences, each with the share of drafts that are right, and its length.
 
-    ``draft``: milliseconds of a ``level`` of drafts, and of reading a token, and tokens of each ``prompt``.
+    ``draft``: milliseconds of a ``level`` of drafts, and of reading a token, and tokens of each ``prompt``; and what
+    is read of each whether there are drafts or not.
     """
-    level, read, prompt = (
-        draft.get(name, default) for name, default in (("level", 1e-3), ("read", 0.0), ("prompt", 1))
+    level, read, prompt, unasked = (
+        draft.get(name, default) for name, default in (("level", 1e-3), ("read", 0.0), ("prompt", 1), ("unasked", 0.0))
     )
     queue, running, milliseconds = queue.copy(), dict[Sequence, tuple[float, int]](), 0.0
     done: dict[Sequence, int] = {}
     while queue or running:
         while queue and len(running) < places:
             running[Request(0, [5] * prompt, SamplingParams(), 128).sequences[0]] = queue.pop(0)
+            if chosen is not None and unasked:
+                chosen.has_read(unasked)
+                milliseconds += unasked
         many, count = list(running), len(running)
         behind = [max(0, len(sequence.tokens) - 9 - done.get(sequence, 0)) if read else 0 for sequence in many]
         nodes = [0] * count if chosen is None else chosen.sizes(many, [16] * count, count, behind, waiting=len(queue))
@@ -311,6 +315,40 @@ def test_reading_a_prompt_is_paid_once() -> None:
     assert speed(0.65, 100, 20) >= 1.1
     assert speed(1.0, 400, 20) >= 1.2  # a prompt is worth 12 steps: it starts after as many were allowed, then pays
     assert speed(1.0, 100, 30, 4) >= 1.1
+
+
+@pytest.mark.parametrize("unasked", [5.0, 60.0])
+def test_what_is_read_unasked_is_owed(unasked: float) -> None:
+    """As of an EAGLE layer, for whose drafts a prompt is read in any case: good drafts pay it, bad ones get fewer."""
+    queue = [(0.7, 128)] * 40
+    plain = run_queue(queue, 4, None, np.random.default_rng(3), engine)
+
+    def run(right: float, reads: float) -> float:
+        found = run_queue(
+            [(right, 128)] * 40, 4, Controller(), np.random.default_rng(3), engine, level=0.7, unasked=reads
+        )
+        return found / plain
+
+    reading = len(queue) * unasked / plain
+    assert run(0.7, unasked) - reading <= 1.02 * run(0.7, 0.0) < 0.8
+    assert run(0.0, unasked) - reading <= run(0.0, 0.0) <= 1.03
+
+
+def test_what_is_owed_is_paid_from_savings_and_half_of_what_drafts_may_cost() -> None:
+    chosen, (one,) = controller(0.001), sequences(1)
+    chosen.sizes([one], [0], 1)
+    chosen.sizes([one], [0], 1)
+    chosen.has_read(1.0)
+    owed, credit = chosen._saved, chosen._credit
+    assert owed == -1 and credit is not None
+    chosen.sizes([one], [0], 1)
+    assert chosen._saved == pytest.approx(owed + 0.005, rel=0.01)
+    assert chosen._credit == pytest.approx(credit + 0.005, rel=0.01)
+    for _ in range(100):
+        (nodes,) = chosen.sizes([one], [8], 1)
+        if nodes:
+            chosen.learn(one, nodes, nodes, nodes)
+    assert chosen._saved > 1
 
 
 def test_second_guesses_hang_beside_first_ones() -> None:

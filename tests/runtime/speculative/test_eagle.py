@@ -277,7 +277,8 @@ class Record(EagleProposer):
     def propose(self, queries: list[Query]) -> list[Tree]:
         trees = super().propose(queries)
         for query, tree in zip(queries, trees, strict=True):
-            self.trees[tuple(query.sequence.tokens)] = tree.tokens, tree.parents
+            if query.sequence in self._states:  # else a step has to run first
+                self.trees[tuple(query.sequence.tokens)] = tree.tokens, tree.parents
         return trees
 
 
@@ -314,6 +315,8 @@ def test_a_beginning_that_is_found_brings_what_the_layer_has_of_it(close_model: 
     drafts = [llm.scheduler.speculator.acceptance for llm in (cold, warm)]  # type: ignore[union-attr]
     assert drafts[0].counts == drafts[1].counts and drafts[0].by_depth == drafts[1].by_depth
     assert drafts[0].accepted > 10
+    assert all(tokens for tokens, _ in found.trees.values())
+    assert 0 < drafts[1].read_tokens < drafts[0].read_tokens and drafts[1].read_seconds > 0
     (again,) = warm.generate(prompts[-1], params[-1])
     assert again.usage.cached_tokens == (len(prompts[-1]) - 1) // 16 * 16
     assert warm.scheduler.statistics.prefix_hits > 32 * len(prompts)
