@@ -123,7 +123,9 @@ LLMC_INLINE void for_each_value(const i4* page, const PageLayout& layout, std::i
 // Converts a row of n strided floats; what follows up to a multiple of 16 becomes 0.
 template <class T>
 LLMC_INLINE void convert_row(const float* x, std::int64_t stride, std::int64_t n, T* y) {
-  for (std::int64_t i = 0; i < n; i += kLanes) {
+  std::int64_t i = 0;
+  for (; stride == 1 && i + kLanes <= n; i += kLanes) store(y + i, load(x + i));
+  for (; i < n; i += kLanes) {
     const int count = static_cast<int>(std::min<std::int64_t>(kLanes, n - i));
     if (stride == 1) {
       store(y + i, load(x + i, count));

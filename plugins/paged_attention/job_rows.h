@@ -6,6 +6,7 @@ namespace llmc::LLMC_ISA {
 
 // Tokens that queries are fetched ahead: they are strewn over more memory than the nearest caches hold.
 constexpr std::int64_t kQueriesAhead = 4;
+constexpr std::int64_t kResultsAhead = 8;  // rows, for the same reason
 
 // Pages of a tree's branch: those of so many rows, and the one in which they start.
 inline std::int64_t branch_pages(std::int64_t rows) { return rows / kLanes + 2; }
@@ -138,13 +139,14 @@ class JobRows {
   // see of positions `clip`.
   template <class F>
   void for_each_block(std::int64_t first, std::int64_t last, const TilePart& clip, F&& f) const {
-    const std::int64_t rows = last - first, count = (rows + kRowBlock - 1) / kRowBlock;
-    for (std::int64_t i = 0; i < count; ++i) {
-      RowBlock block;
-      block.row = first + rows * i / count;
+    const std::int64_t rows = last - first, count = (rows + kRowBlock - 1) / kRowBlock, group = step_.group;
+    RowBlock block;
+    block.row = first;
+    for (std::int64_t i = 0; i < count; ++i, block.row += block.rows) {
       const std::int64_t end = first + rows * (i + 1) / count;
       block.rows = static_cast<int>(end - block.row);
-      for (std::int64_t t = block.row / step_.group; t <= (end - 1) / step_.group; ++t) {
+      block.any = {}, block.all = {0, kTile};
+      for (std::int64_t t = block.row / group; t * group < end; ++t) {
         const TilePart part = clipped(t, clip);
         block.any.join(part);
         block.all.begin = std::max(block.all.begin, part.begin);
@@ -155,23 +157,20 @@ class JobRows {
     }
   }
 
-  // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to four at a time of those that see the
+  // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to `most` at a time of those that see the
   // same.
   template <class F>
-  void for_each_alike(std::int64_t first, std::int64_t last, F&& f) const {
+  void for_each_alike(std::int64_t first, std::int64_t last, std::int64_t most, F&& f) const {
     const std::int64_t group = step_.group;
-    const auto whole = [&](std::int64_t t) {
-      return own_ == kTileBlocks && parts_[t].begin == 0 && parts_[t].end == kTile;
-    };
+    std::int64_t t = first / group, next = (t + 1) * group;  // the row's token, and the first row of the one behind it
     for (std::int64_t row = first; row < last;) {
-      const std::int64_t t = row / group;
-      std::int64_t end = (t + 1) * group;
-      while (whole(t) && end < std::min(row + 4, last) && whole(end / group)) end += group;
-      const std::int64_t alike = std::min(end, last) - row;
+      std::int64_t end = next;
+      for (std::int64_t u = t + 1; end < std::min(row + most, last) && sees_whole(t, u); ++u) end += group;
+      const std::int64_t alike = std::min(end, last) - row, calls = (alike + most - 1) / most;  // of 7 rows 3, 2 and 2
       const Logit logit = logit_of(row);
-      const int count = logit.plain() ? static_cast<int>(std::min<std::int64_t>(alike, 4)) : 1;
+      const int count = logit.plain() ? static_cast<int>((alike + calls - 1) / calls) : 1;
       f(row, count, parts_[t], logit, static_cast<float>(tile_start_ - (ranges_[t].end - 1)));
-      row += count;
+      for (row += count; next <= row; ++t) next += group;
     }
   }
 
@@ -200,13 +199,24 @@ class JobRows {
     return static_cast<int>(std::clamp<std::int64_t>(position - tile_start_, 0, kTile));
   }
 
+  // Whether all of the job's tokens first .. last see all of the tile, and none has pages of its own.
+  bool sees_whole(std::int64_t first, std::int64_t last) const {
+    bool whole = own_ == kTileBlocks;
+    for (std::int64_t t = first; t <= last; ++t) whole &= parts_[t].begin == 0 && parts_[t].end == kTile;
+    return whole;
+  }
+
   // Divides by the sums, sinks included.
   void finish(const Job& job) {
     const Tensor &sinks = step_.context.in[3], &y = step_.context.out[0];
+    const auto result = [&](std::int64_t row) {
+      const std::int64_t t = row / step_.group, head = kv_head_ * step_.group + row - t * step_.group;
+      return y.as<float>() + (sequence_.first_row + job.first_token + t) * y.stride[0] + head * y.stride[1];
+    };
     for (std::int64_t row = 0; row < rows_; ++row) {
-      const std::int64_t head = kv_head_ * step_.group + row % step_.group;
       float sum = seen_.sum[row], factor = 1, share = 1;
       if (sinks) {
+        const std::int64_t head = kv_head_ * step_.group + row % step_.group;
         const float shift = step_.logit.softcap == 0 ? shifts_[row] : 0;  // with a softcap the logits have it
         const float sink = (sinks.as<const float>()[head * sinks.stride[0]] - shift) * kLog2e;
         const float largest = seen_.largest[row] > sink ? seen_.largest[row] : sink;
@@ -218,15 +228,20 @@ class JobRows {
         share = seen / sum;
       }
       factor /= sum;
-      const std::int64_t token = sequence_.first_row + job.first_token + row / step_.group;
-      float* out = y.as<float>() + token * y.stride[0] + head * y.stride[1];
+      float* out = result(row);
+      if (row + kResultsAhead < rows_) {
+        const float* ahead = result(row + kResultsAhead);
+        for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) fetch(ahead + d);
+      }
       const float* values = seen_.values + row * step_.width;
       if constexpr (kRotatesValues<T>) {
         std::copy_n(values, step_.value_dim, turning_);
         rotate(turning_, step_.value_dim, turning_ + step_.width);
         values = turning_;
       }
-      for (std::int64_t d = 0; d < step_.value_dim; d += kLanes) {
+      std::int64_t d = 0;
+      for (; !value_shift_ && d + kLanes <= step_.value_dim; d += kLanes) store(out + d, load(values + d) * factor);
+      for (; d < step_.value_dim; d += kLanes) {
         const int lanes = static_cast<int>(std::min<std::int64_t>(kLanes, step_.value_dim - d));
         f32x16 x = load(values + d) * factor;
         if (value_shift_.scale != nullptr) x = x / load(value_shift_.scale + d, lanes);

@@ -19,6 +19,7 @@ struct PairSums {
   LLMC_INLINE void add(__m512i x, __m512i y) { v = dot_pairs(v, {x}, {y}); }
   LLMC_INLINE void load_from(const float* p) { v = load(p); }
   LLMC_INLINE void store_to(float* p) const { store(p, v); }
+  LLMC_INLINE f32x16 times(float) const { return v; }
 };
 template <>
 struct PairSums<std::int16_t> {
@@ -27,6 +28,7 @@ struct PairSums<std::int16_t> {
   LLMC_INLINE void add(__m512i x, __m512i y) { v = _mm512_dpwssd_epi32(v, x, y); }
   LLMC_INLINE void load_from(const float* p) { v = _mm512_loadu_si512(p); }
   LLMC_INLINE void store_to(float* p) const { _mm512_storeu_si512(p, v); }
+  LLMC_INLINE f32x16 times(float factor) const { return f32x16{_mm512_cvtepi32_ps(v)} * factor; }
 };
 
 template <class Number>
@@ -36,11 +38,12 @@ LLMC_INLINE __m512i repeat_pair(const Number* p) {
   return _mm512_set1_epi32(pair);
 }
 
-// The keys of a tile as pairs of dims: blocks [depth / 2][16][2]. ahead: those that are read next, for few rows, which
-// wait for memory.
-template <class N>
+// The keys of a tile as pairs of dims: blocks [depth / 2][16][2]. kAhead: `ahead`, which are read next, are fetched,
+// for few rows, which wait for memory.
+template <class N, bool kFetches>
 struct PairedKeys {
   using Number = N;
+  static constexpr bool kAhead = kFetches;
   const N *const *blocks, *const *ahead;
 
   LLMC_INLINE __m512i at(int b, std::int64_t d) const { return _mm512_loadu_si512(blocks[b] + d * kLanes); }
@@ -50,16 +53,16 @@ struct PairedKeys {
 template <class T, class N>
 struct StoredKeys {
   using Number = N;
+  static constexpr bool kAhead = true;
   const T *const *blocks, *const *ahead;
 
   LLMC_INLINE __m512i at(int b, std::int64_t d) const { return load_key_pairs(blocks[b], d); }
 };
 
-// scores[r][16 b ..] = q[r] . keys of block first + b, for R rows and B blocks. q is [R][depth], depth even, scores
-// [R][kTile].
+// sum[r][b] = q[r] . keys of block first + b, for R rows and B blocks. q is [R][depth], depth even.
 template <class Keys, int R, int B>
-void score_pairs(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first, float* scores) {
-  PairSums<typename Keys::Number> sum[R][B];
+LLMC_INLINE void dot_keys(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first,
+                          PairSums<typename Keys::Number> (&sum)[R][B]) {
   for (std::int64_t d = 0; d < depth; d += 2) {
     __m512i x[R];
     LLMC_UNROLL
@@ -67,11 +70,18 @@ void score_pairs(const typename Keys::Number* q, std::int64_t depth, const Keys&
     LLMC_UNROLL
     for (int b = 0; b < B; ++b) {
       const __m512i k = keys.at(first + b, d);
-      if constexpr (fetches_ahead(R)) fetch(keys.ahead[first + b] + d * kLanes);
+      if constexpr (Keys::kAhead && fetches_ahead(R)) fetch(keys.ahead[first + b] + d * kLanes);
       LLMC_UNROLL
       for (int r = 0; r < R; ++r) sum[r][b].add(x[r], k);
     }
   }
+}
+
+// The same, stored in scores [R][kTile].
+template <class Keys, int R, int B>
+void score_pairs(const typename Keys::Number* q, std::int64_t depth, const Keys& keys, int first, float* scores) {
+  PairSums<typename Keys::Number> sum[R][B];
+  dot_keys(q, depth, keys, first, sum);
   LLMC_UNROLL
   for (int r = 0; r < R; ++r) {
     LLMC_UNROLL
@@ -141,29 +151,58 @@ struct StoredValues {
   }
 };
 
-// out[r][..] += sum over positions begin .. end - 1 of weights[r] * values, V vectors of dims from dim on. weights is
-// [R][kTile], out [R][width]. kEdges: the range may begin or end within a pair. What stands at the pair's other
-// position is then not even multiplied by 0: it may be no number.
-template <class Values, int R, int V, bool kPartial, bool kEdges>
-void weigh_pairs(const typename Values::Number* weights, const Values& values, std::int64_t dim, int begin, int end,
-                 float* out) {
+// What each of some rows sees of a tile, what any of them does, and which whole pairs all of them do: from .. to - 1.
+struct PairParts {
+  TilePart rows[kRowBlock], any;
+  int from, to;
+};
+
+// Where sums over a tile go. With `fresh` they start at 0, else at what stands there. Without `now` they are stored,
+// else added to what the rows have seen before: that times before[r], and the sums times now[r]. factors: what makes
+// numbers of sums of integers, which are else stored as they are.
+struct Target {
+  float* out;  // [R][width]
+  bool fresh;
+  const float *before = nullptr, *now = nullptr, *factors = nullptr;
+};
+
+// Adds the sums over the tile's positions of weights[r] * values, V vectors of dims from dim on. weights is [R][kTile].
+// What stands at a position that a row does not see is not even multiplied by 0: it may be no number.
+template <class Values, int R, int V, bool kPartial>
+void weigh_pairs(const typename Values::Number* weights, const Values& values, std::int64_t dim, const PairParts& parts,
+                 const Target& target) {
   const std::int64_t width = values.width;
+  float* out = target.out + dim;
   PairSums<typename Values::Number> sum[R][V];
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) {
+  if (!target.fresh) {
     LLMC_UNROLL
-    for (int n = 0; n < V; ++n) sum[r][n].load_from(out + r * width + dim + n * kLanes);
+    for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
+      for (int n = 0; n < V; ++n) sum[r][n].load_from(out + r * width + n * kLanes);
+    }
   }
-  for (int j = begin / 2 * 2; j < end;) {
+  // A row that does not see a pair adds 0, without a branch, which would keep the sums out of the registers.
+  const auto some_see = [&](int begin, int end) __attribute__((always_inline)) {
+    for (int j = begin / 2 * 2; j < end; j += 2) {
+      __m512i x[V];
+      values.at(j / 2, dim).template next<V, kPartial>(x);
+      LLMC_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const TilePart& part = parts.rows[r];
+        const unsigned even = (j >= part.begin) & (j < part.end), odd = (j + 1 >= part.begin) & (j + 1 < part.end);
+        const __mmask32 seen = even * 0x55555555u | odd * 0xaaaaaaaau;
+        const __m512i w = _mm512_maskz_mov_epi16(seen, repeat_pair(weights + r * kTile + j));
+        LLMC_UNROLL
+        for (int n = 0; n < V; ++n) sum[r][n].add(w, _mm512_maskz_mov_epi16(seen, x[n]));
+      }
+    }
+  };
+  some_see(parts.any.begin, parts.from);
+  for (int j = parts.from; j < parts.to;) {
     typename Values::Cursor cursor = values.at(j / 2, dim);
-    for (const int stop = std::min(end, (j | (kLanes - 1)) + 1); j < stop; j += 2) {
+    for (const int stop = std::min(parts.to, (j | (kLanes - 1)) + 1); j < stop; j += 2) {
       __m512i x[V];
       cursor.template next<V, kPartial>(x);
-      if constexpr (kEdges) {
-        const __mmask32 seen = (j < begin ? 0 : 0x55555555u) | (j + 1 < end ? 0xaaaaaaaau : 0);
-        LLMC_UNROLL
-        for (int n = 0; n < V; ++n) x[n] = _mm512_maskz_mov_epi16(seen, x[n]);
-      }
       LLMC_UNROLL
       for (int r = 0; r < R; ++r) {
         const __m512i w = repeat_pair(weights + r * kTile + j);
@@ -172,10 +211,31 @@ void weigh_pairs(const typename Values::Number* weights, const Values& values, s
       }
     }
   }
-  LLMC_UNROLL
-  for (int r = 0; r < R; ++r) {
+  some_see(parts.to, parts.any.end);
+  constexpr bool kInteger = std::is_same_v<typename Values::Number, std::int16_t>;
+  if (target.now != nullptr) {
     LLMC_UNROLL
-    for (int n = 0; n < V; ++n) sum[r][n].store_to(out + r * width + dim + n * kLanes);
+    for (int r = 0; r < R; ++r) {
+      const f32x16 before = broadcast(target.before[r]), now = broadcast(target.now[r]);
+      const float factor = kInteger ? target.factors[r] : 1;
+      LLMC_UNROLL
+      for (int n = 0; n < V; ++n) {
+        float* place = out + r * width + n * kLanes;
+        store(place, fmadd(load(place), before, sum[r][n].times(factor) * now));
+      }
+    }
+  } else if (kInteger && target.factors != nullptr) {
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
+      for (int n = 0; n < V; ++n) store(out + r * width + n * kLanes, sum[r][n].times(target.factors[r]));
+    }
+  } else {
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      LLMC_UNROLL
+      for (int n = 0; n < V; ++n) sum[r][n].store_to(out + r * width + n * kLanes);
+    }
   }
 }
 
@@ -194,21 +254,22 @@ void score_pair_blocks(const typename Keys::Number* q, std::int64_t depth, const
   run(std::integral_constant<int, 1>());
 }
 
-// Positions begin .. end - 1 of all dims, weighed for R rows.
-template <class Values, int R, bool kEdges = false>
-void weigh_pair_rows(const typename Values::Number* weights, const Values& values, int begin, int end, float* out) {
+// All dims, weighed for R rows.
+template <class Values, int R>
+void weigh_pair_rows(const typename Values::Number* weights, const Values& values, const PairParts& parts,
+                     const Target& target) {
   constexpr int kWide = pair_vectors_for(R);
   std::int64_t d = 0;
   const auto run = [&]<int V>(std::integral_constant<int, V>) {
     for (; d + V * kLanes <= values.dims; d += V * kLanes) {
-      weigh_pairs<Values, R, V, false, kEdges>(weights, values, d, begin, end, out);
+      weigh_pairs<Values, R, V, false>(weights, values, d, parts, target);
     }
   };
   run(std::integral_constant<int, kWide>());
   if constexpr (kWide > 4) run(std::integral_constant<int, 4>());
   run(std::integral_constant<int, 2>());
   run(std::integral_constant<int, 1>());
-  if (d < values.dims) weigh_pairs<Values, R, 1, true, kEdges>(weights, values, d, begin, end, out);
+  if (d < values.dims) weigh_pairs<Values, R, 1, true>(weights, values, d, parts, target);
 }
 
 // The same, for any number of rows up to kRowBlock.

@@ -6,8 +6,7 @@
 #include <immintrin.h>
 
 #include "job_rows.h"
-#include "pair_product.h"
-#include "pair_weights.h"
+#include "pair_soft.h"
 
 namespace llmc::LLMC_ISA {
 
@@ -87,7 +86,9 @@ class PairRows : public JobRows<T> {
 
   // Blocks first .. last - 1 of the tile's keys as operands, and of its values.
   void prepare_keys(int first, int last) {
-    if constexpr (kQuantized<T>) {
+    if constexpr (!kQuantized<T>) {
+      for (int b = first; b < last && !is_direct(); ++b) fetch_page(next_keys_[b], cache_.key_page);
+    } else {
       for (int b = first; b < last; ++b) {
         if constexpr (kScaled<T>) store(key_scales_ + b * kLanes, load_scales(keys_[b], cache_.key_page));
         if (is_direct()) {
@@ -126,21 +127,49 @@ class PairRows : public JobRows<T> {
 
   void attend_rows(std::int64_t first, std::int64_t count) {
     TilePart part;
-    for (std::int64_t t = first / step_.group; t <= (first + count - 1) / step_.group; ++t) part.join(parts_[t]);
+    bool softly = !kInteger && step_.logit.plain() && !step_.context.in[4];
+    for (std::int64_t t = first / step_.group; t <= (first + count - 1) / step_.group; ++t) {
+      part.join(parts_[t]);
+      softly &= parts_[t].begin == 0;
+    }
     if (part.begin >= part.end) return;
     const Seen seen = this->seen_in_tile(first);
+    if (own_ < kTileBlocks) return attend_branches(first, count, seen);
+    if (!softly) {
+      score(first, first, first + count, {0, kTile});
+      soften_rows(first, count, seen);
+    } else {
+      score_softly(first, count, seen);
+    }
+    Target target{seen.values, true};
+    if constexpr (kInteger) target.factors = weight_factors_;
+    if (this->split_ == nullptr) {
+      const Seen total = this->behind(this->seen_, first);
+      for (std::int64_t r = 0; r < count; r += kLanes) join_sums(total, seen, r, before_ + r, now_ + r);
+      target = {total.values, true, before_, now_, target.factors};
+    }
+    weigh(first, first, first + count, {0, kTile}, target);
+  }
+
+  // The same of a tile in which tokens see pages of their own.
+  void attend_branches(std::int64_t first, std::int64_t count, const Seen& seen) {
     float* values = kInteger ? sums_ : seen.values;
     std::fill_n(values, count * step_.width, 0.0f);
-    const TilePart shared{0, own_ * kLanes};
+    const TilePart shared{0, own_ * kLanes}, own{own_ * kLanes, kTile};
     score(first, first, first + count, shared);
-    for_each_branch(first, count, true,
-                    [&](std::int64_t row, std::int64_t end) { score(first, row, end, {own_ * kLanes, kTile}); });
+    for_each_branch(first, count, true, [&](std::int64_t row, std::int64_t end) { score(first, row, end, own); });
     soften_rows(first, count, seen);
-    weigh(first, first, first + count, shared, values);
-    for_each_branch(first, count, false, [&](std::int64_t row, std::int64_t end) {
-      weigh(first, row, end, {own_ * kLanes, kTile}, values);
-    });
-    settle(first, count, seen);
+    weigh(first, first, first + count, shared, {values, false});
+    for_each_branch(first, count, false,
+                    [&](std::int64_t row, std::int64_t end) { weigh(first, row, end, own, {values, false}); });
+    if constexpr (kInteger) {
+      for (std::int64_t r = 0; r < count; ++r) {
+        for (std::int64_t d = 0; d < step_.width; d += kLanes) {
+          store(seen.values + r * step_.width + d, load_integers(sums_ + r * step_.width + d) * weight_factors_[r]);
+        }
+      }
+    }
+    Base::settle(first, count);
   }
 
   // Calls f(row, end) for the tokens that see pages of their own, whose keys, or values, are laid out; these are their
@@ -162,65 +191,85 @@ class PairRows : public JobRows<T> {
     }
   }
 
-  // Rows begin .. end - 1 of the group that starts at row `first`, and positions `clip`.
-  void score(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
-    if constexpr (kStored && kQuantized<T>) {
-      if (is_direct()) return score(StoredKeys<T, Number>{keys_, next_keys_}, first, begin, end, clip);
-    }
-    if constexpr (kQuantized<T>) {
-      score(PairedKeys<Number>{operands_, operands_}, first, begin, end, clip);
+  // Calls f with the keys of the tile.
+  template <class F>
+  void with_keys(F&& f) const {
+    if constexpr (!kQuantized<T>) {
+      if (is_direct()) return f(PairedKeys<Number, true>{keys_, pages_});
+      return f(PairedKeys<Number, false>{keys_, nullptr});
     } else {
-      score(PairedKeys<Number>{operands_, is_direct() ? pages_ : next_keys_}, first, begin, end, clip);
+      if constexpr (kStored) {
+        if (is_direct()) return f(StoredKeys<T, Number>{keys_, next_keys_});
+      }
+      f(PairedKeys<Number, false>{operands_, nullptr});
     }
   }
 
-  template <class Keys>
-  void score(const Keys& keys, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
-    this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
-      if (block.any.begin >= block.any.end) return;
-      kScorePairs<Keys>[block.rows](q_ + block.row * depth_, depth_, keys, block.any.begin / kLanes,
-                                    block.any.blocks_end(), scores_ + (block.row - first) * kTile);
+  // Rows begin .. end - 1 of the group that starts at row `first`, and positions `clip`.
+  void score(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip) const {
+    with_keys([&]<class Keys>(const Keys& keys) {
+      this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
+        if (block.any.begin >= block.any.end) return;
+        kScorePairs<Keys>[block.rows](q_ + block.row * depth_, depth_, keys, block.any.begin / kLanes,
+                                      block.any.blocks_end(), scores_ + (block.row - first) * kTile);
+      });
     });
   }
 
-  // The same; adds to `out` of the group's rows.
-  void weigh(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip, float* out) const {
+  // Weights of rows that see the tile from its first position on, with plain logits.
+  void score_softly(std::int64_t first, std::int64_t count, const Seen& seen) {
+    if constexpr (!kInteger) {
+      with_keys([&]<class Keys>(const Keys& keys) {
+        this->for_each_alike(first, first + count, kSoftRows,
+                             [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float) {
+                               if (part.begin >= part.end) return;
+                               kAttendSoftly<Keys>[part.blocks_end() - 1][alike - 1](
+                                   q_ + row * depth_, depth_, keys, weights_ + (row - first) * kTile, part.end,
+                                   logit.scale * kLog2e, kScaled<T> ? key_scales_ : nullptr,
+                                   kQuantized<T> ? factors_ : nullptr, seen.largest + row - first,
+                                   seen.sum + row - first);
+                             });
+      });
+    }
+  }
+
+  // The same rows and positions, weighed.
+  void weigh(std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip,
+             const Target& target) const {
     if constexpr (kStored) {
       const StoredValues<T, Number> values{pages_, kQuantized<T> ? next_pages_ : next_keys_, step_.width,
                                            step_.value_dim};
-      if (is_direct()) return weigh(values, first, begin, end, clip, out);
+      if (is_direct()) return weigh(values, first, begin, end, clip, target);
     }
-    weigh(PairedValues<Number>{values_, step_.width, step_.value_dim}, first, begin, end, clip, out);
+    weigh(PairedValues<Number>{values_, step_.width, step_.value_dim}, first, begin, end, clip, target);
   }
 
   template <class Values>
   void weigh(const Values& values, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip,
-             float* out) const {
-    const std::int64_t width = step_.width;
+             const Target& target) const {
+    PairParts parts;
     this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
-      int from = (block.all.begin + 1) / 2 * 2, to = block.all.end / 2 * 2;  // of pairs that all rows see
-      if (from >= to) from = to = kTile;
-      // Positions that only some of them see are added row by row.
-      const auto alone = [&](int begin, int end) {
-        for (std::int64_t row = block.row; row < block.row + block.rows; ++row) {
-          const TilePart part = this->clipped(row / step_.group, clip);
-          const int start = std::max(part.begin, begin), stop = std::min(part.end, end);
-          if (start >= stop) continue;
-          weigh_pair_rows<Values, 1, true>(weights_ + (row - first) * kTile, values, start, stop,
-                                           out + (row - first) * width);
-        }
-      };
-      if (block.any.begin < from) alone(0, from);
-      if (from == to) return;
-      kWeighPairs<Values>[block.rows](weights_ + (block.row - first) * kTile, values, from, to,
-                                      out + (block.row - first) * width);
-      if (block.any.end > to) alone(to, kTile);
+      if (block.any.begin >= block.any.end) return;
+      parts.any = block.any;
+      parts.from = (block.all.begin + 1) / 2 * 2;
+      parts.to = block.all.end / 2 * 2;
+      if (parts.from >= parts.to) parts.from = parts.to = (block.any.end + 1) / 2 * 2;
+      std::int64_t t = block.row / step_.group, next = (t + 1) * step_.group;
+      for (int r = 0; r < block.rows; ++r) {
+        if (block.row + r == next) ++t, next += step_.group;
+        parts.rows[r] = this->clipped(t, clip);
+      }
+      const std::int64_t r = block.row - first;
+      const auto behind = [r](const float* x) { return x == nullptr ? x : x + r; };
+      kWeighPairs<Values>[block.rows](weights_ + r * kTile, values, parts,
+                                      {target.out + r * step_.width, target.fresh, behind(target.before),
+                                       behind(target.now), behind(target.factors)});
     });
   }
 
   void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
     std::fill_n(weight_factors_, kInteger ? count : 0, 0.0f);
-    this->for_each_alike(first, first + count,
+    this->for_each_alike(first, first + count, 4,
                          [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
                            if (part.begin >= part.end) return;
                            soften_alike(row, row - first, alike, part, logit, distance, seen);
@@ -270,23 +319,6 @@ class PairRows : public JobRows<T> {
     }
   }
 
-  // The rows first .. + count of the job have seen the tile; integers become values on the way.
-  void settle(std::int64_t first, std::int64_t count, const Seen& seen) {
-    if constexpr (kInteger) {
-      const std::int64_t width = step_.width;
-      const float* sums = sums_;
-      const auto value = [&](std::int64_t r, std::int64_t d) {
-        return load_integers(sums + r * width + d) * weight_factors_[r];
-      };
-      if (this->split_ == nullptr) return add_tile(this->behind(this->seen_, first), seen, count, width, value);
-      for (std::int64_t r = 0; r < count; ++r) {
-        for (std::int64_t d = 0; d < width; d += kLanes) store(seen.values + r * width + d, value(r, d));
-      }
-    } else {
-      Base::settle(first, count);
-    }
-  }
-
   // What the scores and weights of a token are multiplied by where it has pages of its own.
   void find_factors(std::int64_t t, const TilePart& part) {
     this->lay_out_branch(t, true, true);
@@ -304,7 +336,7 @@ class PairRows : public JobRows<T> {
   float *sums_, *query_factors_;  // of integers: [kGroup][width], [rows]
   const T *keys_[kTileBlocks], *pages_[kTileBlocks], *next_keys_[kTileBlocks], *next_pages_[kTileBlocks];
   const Number* operands_[kTileBlocks];  // keys
-  alignas(64) float key_scales_[kTile], factors_[kTile], weight_factors_[kGroup];
+  alignas(64) float key_scales_[kTile], factors_[kTile], weight_factors_[kGroup], before_[kGroup], now_[kGroup];
 };
 
 }  // namespace llmc::LLMC_ISA

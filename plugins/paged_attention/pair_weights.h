@@ -56,6 +56,57 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
   for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
 }
 
+// The same weights, bit by bit, of rows that see the positions 0 .. end - 1, which B blocks hold, with logits that are
+// scores times `scale`, and those times key_scales of the positions, if there are any. The scores x of a row are in
+// registers, and stay there.
+template <int R, int B>
+LLMC_INLINE void soften_registers(f32x16 (&x)[R][B], bf16* weights, int end, float scale, const float* key_scales,
+                                  const float* factors, float* top, float* total) {
+  const mask16 seen = mask_first(end - (B - 1) * kLanes);
+  const auto visible = [&](int b, const f32x16& x, const f32x16& other) {
+    return b < B - 1 ? x : select(seen, x, other);
+  };
+  const f32x16 absent = broadcast(kNothing);
+  f32x16 largest[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) largest[r] = absent;
+  LLMC_UNROLL
+  for (int b = 0; b < B; ++b) {
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      if (key_scales != nullptr) x[r][b] = x[r][b] * load(key_scales + b * kLanes);
+      x[r][b] = visible(b, x[r][b], absent);
+      largest[r] = max(largest[r], x[r][b]);
+    }
+  }
+  f32x16 sum[R], least[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) {
+    top[r] = reduce_max(largest[r]) * scale;
+    least[r] = broadcast(-top[r]);
+    sum[r] = zero();
+  }
+  LLMC_UNROLL
+  for (int b = 0; b < B; b += 2) {
+    LLMC_UNROLL
+    for (int r = 0; r < R; ++r) {
+      f32x16 weight[2] = {zero(), zero()};
+      LLMC_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        if (b + i >= B) continue;
+        f32x16& w = weight[i];
+        w = visible(b + i, rough_power(fmadd(x[r][std::min(b + i, B - 1)], broadcast(scale), least[r])), zero());
+        sum[r] = sum[r] + w;
+        if (factors != nullptr) w = visible(b + i, w * load(factors + (b + i) * kLanes), zero());  // 0 * NaN
+      }
+      _mm512_storeu_si512(weights + r * kTile + b * kLanes,
+                          reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(weight[1].v, weight[0].v)));
+    }
+  }
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
+}
+
 // By what numbers up to `most` in magnitude are multiplied to become parts, and what makes numbers of these; that is
 // NaN if one is not finite.
 struct PartScale {

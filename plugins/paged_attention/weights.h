@@ -107,34 +107,36 @@ LLMC_INLINE void soften(float* scores, int begin, int end, const Logit& logit, f
   for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
 }
 
+// Adds up largest logits and sums of 16 rows, from row `first` on, of what they have seen before a tile and in it, and
+// gives the factors of the values. Those of a row that sees nothing of the tile are 1 and 0. Which rows see something?
+LLMC_INLINE mask16 join_sums(const Seen& seen, const Seen& tile, std::int64_t first, float* before, float* now) {
+  const f32x16 old_largest = load(seen.largest + first), new_largest = load(tile.largest + first);
+  const f32x16 old_sum = load(seen.sum + first), new_sum = load(tile.sum + first);
+  const mask16 sees = new_sum != zero();
+  const f32x16 largest = max(old_largest, new_largest);
+  const f32x16 old_factor = power_of_two(old_largest - largest), new_factor = power_of_two(new_largest - largest);
+  store(seen.largest + first, select(sees, largest, old_largest));
+  store(seen.sum + first, select(sees, fmadd(old_sum, old_factor, new_sum * new_factor), old_sum));
+  store(before, select(sees, old_factor, broadcast(1.0f)));
+  store(now, select(sees, new_factor, zero()));
+  return sees;
+}
+
 // Adds what the rows have seen in a tile to what they have seen before it. Tiles are added in ascending order, whoever
-// computed them; one in which a row sees nothing leaves that row as it is. values_at(r, d): the tile's, instead of
-// those of `tile`.
-template <class F>
-void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width, F&& values_at) {
+// computed them; one in which a row sees nothing leaves that row as it is.
+inline void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width) {
   alignas(64) float before[kLanes], now[kLanes];
   for (std::int64_t first = 0; first < rows; first += kLanes) {
-    const f32x16 old_largest = load(seen.largest + first), new_largest = load(tile.largest + first);
-    const f32x16 old_sum = load(seen.sum + first), new_sum = load(tile.sum + first);
-    const mask16 sees = new_sum != zero();
-    const f32x16 largest = max(old_largest, new_largest);
-    const f32x16 old_factor = power_of_two(old_largest - largest), new_factor = power_of_two(new_largest - largest);
-    store(seen.largest + first, select(sees, largest, old_largest));
-    store(seen.sum + first, select(sees, fmadd(old_sum, old_factor, new_sum * new_factor), old_sum));
-    store(before, old_factor);
-    store(now, new_factor);
-    const std::uint32_t bits = mask_bits(sees);
+    const std::uint32_t bits = mask_bits(join_sums(seen, tile, first, before, now));
     for (int r = 0; r < kLanes && first + r < rows; ++r) {
       if (!(bits >> r & 1)) continue;
       float* values = seen.values + (first + r) * width;
+      const float* added = tile.values + (first + r) * width;
       for (std::int64_t d = 0; d < width; d += kLanes) {
-        store(values + d, fmadd(load(values + d), broadcast(before[r]), values_at(first + r, d) * now[r]));
+        store(values + d, fmadd(load(values + d), broadcast(before[r]), load(added + d) * now[r]));
       }
     }
   }
-}
-inline void add_tile(const Seen& seen, const Seen& tile, std::int64_t rows, std::int64_t width) {
-  add_tile(seen, tile, rows, width, [&](std::int64_t r, std::int64_t d) { return load(tile.values + r * width + d); });
 }
 
 }  // namespace llmc::LLMC_ISA
