@@ -77,8 +77,8 @@ SPECULATION = (
         type=click.Choice(["exact", "rejection", "typical"]),
         default="exact",
         show_default=True,
-        help="exact: same text. rejection: same distribution, drafts of an engine are accepted more often. typical: "
-        "LOSSY, likely drafts are accepted; greedy texts stay the same.",
+        help="exact: same text. rejection: same distribution, drafts of an engine or an EAGLE layer are accepted more "
+        "often. typical: LOSSY, likely drafts are accepted; greedy texts stay the same.",
     ),
 )
 

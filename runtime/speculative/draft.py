@@ -15,9 +15,8 @@ from llmc.runtime.batch import Batch, Closeable, Executor
 from llmc.runtime.engine import Engine, load_engine
 from llmc.runtime.kv_cache import BlockTable, KvCache
 from llmc.runtime.request import Sequence
-from llmc.runtime.sampling import distribution, draw_token
-from llmc.runtime.speculative import rules
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree
+from llmc.runtime.speculative.draft_path import DraftPath
 
 AT_ONCE = 8
 """Tokens of a sequence that are computed with its first draft; more are read before."""
@@ -34,57 +33,15 @@ class _State:
 
 
 @dataclass(eq=False)
-class _Path:
-    """The drafts of one query, as they grow: a path, the first of them with another one beside each.
+class _Path(DraftPath):
+    """One query's, and what the draft engine has of its sequence."""
 
-    ``limit``, ``siblings``: how many at most. ``draws``: from the distribution of the draft engine, which is kept.
-    """
-
-    query: Query
-    state: _State
-    limit: int
-    siblings: int
-    draws: bool
-    drafts: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    probabilities: list[NDArray[np.float32]] = field(default_factory=list)
-    end: int = -1
-    """Node of the last of the drafts."""
+    state: _State = field(default_factory=_State)
 
     def rest(self) -> list[int]:
         """Tokens that are still to be computed, at least one."""
         known, done = self.query.sequence.tokens, len(self.state.tokens)
         return known[done:] + self.drafts[max(0, done - len(known)) :]
-
-    def grow(self, row: NDArray[np.float32]) -> None:
-        """Take the logits after the last draft."""
-        sequence, place = self.query.sequence, len(self.tokens)
-        position = len(sequence.tokens) + len(self.drafts)
-        if not self.draws:
-            self.tokens.append(token := draw_token(row, sequence, position=position))
-            if len(self.drafts) < self.siblings:
-                others = np.concatenate([row[:token], row[token + 1 :]])
-                second = int(others.argmax())
-                self.tokens.append(second + (second >= token))
-        elif not np.isfinite(row.max()):
-            self.limit = 0
-            return
-        else:
-            left: rules.Probabilities | None = distribution(row, sequence.request.params)
-            for number in range(1 + (len(self.drafts) < self.siblings)):
-                if left is not None:
-                    self.probabilities.append(left.astype(np.float32))
-                    self.tokens.append(rules.draft(left, sequence, position, number))
-                    left = rules.without(left, self.tokens[-1])
-        self.parents += [self.end] * (len(self.tokens) - place)
-        self.drafts.append(self.tokens[place])
-        self.end = place
-
-    @property
-    def tree(self) -> Tree:
-        """All of them."""
-        return Tree(tuple(self.tokens), tuple(self.parents), tuple(self.probabilities) if self.draws else None)
 
 
 class DraftProposer(Proposer):
@@ -202,7 +159,7 @@ class DraftProposer(Proposer):
             return None
         if missing > 0:
             state.table.extend(self._cache.allocate(missing))
-        return _Path(query, state, limit, siblings, draws)
+        return _Path(query, limit, siblings, draws, state=state)
 
     def _grow(self, paths: list[_Path]) -> None:
         """One step of the engine: a draft more for each path of which nothing is left to compute then."""

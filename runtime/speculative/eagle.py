@@ -25,7 +25,7 @@ from llmc.runtime.engine import Engine, kv_bytes_per_token
 from llmc.runtime.kv_cache import BlockTable
 from llmc.runtime.request import Sequence
 from llmc.runtime.speculative.base import Proposer, Query, Setting, Tree, tree_masks
-from llmc.runtime.speculative.growth import Growth
+from llmc.runtime.speculative.growth import DrawnGrowth, Growth
 
 LEVELS = 6
 """Of a tree at most."""
@@ -147,9 +147,10 @@ class EagleProposer(Proposer):
     wants_features: ClassVar[bool] = True
     ahead: ClassVar[int] = 1
     default_nodes: ClassVar[int] = 24
+    draws: ClassVar[bool] = True
 
-    def __init__(self, runner: EagleRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: EagleRunner, *, draws: bool = False) -> None:
+        self._runner, self._draws = runner, draws
         self._states: dict[Sequence, _State] = {}
 
     @classmethod
@@ -164,7 +165,8 @@ class EagleProposer(Proposer):
                 model=setting.executor,
                 threads=setting.threads,
                 isa=setting.isa,
-            )
+            ),
+            draws=setting.draws,
         )
 
     @classmethod
@@ -212,7 +214,8 @@ class EagleProposer(Proposer):
         for number, end in zip(followed, ends, strict=True):
             query = queries[number]
             if end is not None and self._states[query.sequence].known == len(query.sequence.tokens) - 1:
-                growth = Growth(query, min(query.nodes, self._runner.most_rows), min(query.depth, LEVELS))
+                kind = DrawnGrowth if self._draws and query.sequence.request.params.temperature > 0 else Growth
+                growth = kind(query, min(query.nodes, self._runner.most_rows), min(query.depth, LEVELS))
                 growth.add(-1, end[1], ids)
                 drafts[number] = _Draft(query.sequence, growth, {-1: end[0]})
         growing = list(drafts.values())

@@ -1,4 +1,7 @@
-"""Trees that grow level by level: of all candidates so far, the likeliest are followed (EAGLE-2, arXiv:2406.16858)."""
+"""Trees that grow level by level: of all candidates so far, the likeliest are followed (EAGLE-2, arXiv:2406.16858).
+
+Where drafts are drawn at random, which are followed may not depend on what they are: then a tree is a `DraftPath`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmc.runtime.sampling import draw_token
 from llmc.runtime.speculative.base import Query, Tree
+from llmc.runtime.speculative.draft_path import DraftPath
 
 WIDTH = 8
 """Candidates that are followed on each level, and those that each of them gets."""
@@ -108,9 +112,42 @@ class Growth:
         sequence = self._query.sequence
         if sequence.request.params.temperature == 0:
             return None
-        position = len(sequence.tokens) + depth - 1
-        if ids is None:
-            return draw_token(logits, sequence, position=position)
-        row = np.full(int(ids.max()) + 1, -np.inf, np.float32)
-        row[ids] = logits
-        return int(np.flatnonzero(ids == draw_token(row, sequence, position=position))[0])
+        token = draw_token(_of_all(logits, ids), sequence, position=len(sequence.tokens) + depth - 1)
+        return token if ids is None else int(np.flatnonzero(ids == token)[0])
+
+
+class DrawnGrowth(Growth):
+    """One whose candidates are drawn, as many beside each other as there is room for; all of them are in the tree."""
+
+    def __init__(self, query: Query, nodes: int, depth: int) -> None:
+        super().__init__(query, nodes, depth)
+        limit = min(nodes - nodes // 3, depth)
+        self._path = DraftPath(query, limit, nodes - limit, draws=True)
+        self._tokens, self._parents = self._path.tokens, self._path.parents
+
+    def add(self, place: int, logits: NDArray[np.float32], ids: NDArray[np.int32] | None = None) -> None:
+        """As of all; ``place`` is that of the last one that was followed."""
+        del place
+        self._path.grow(_of_all(logits, ids))
+        self._depths += [len(self._path.drafts)] * (len(self._tokens) - len(self._depths))
+
+    def follow(self) -> list[int]:
+        """The first of the newest ones."""
+        if len(self._path.drafts) >= self._path.limit:
+            return []
+        self.followed.append(self._path.end)
+        return [len(self.followed) - 1]
+
+    @property
+    def tree(self) -> Tree:
+        """All candidates."""
+        return self._path.tree
+
+
+def _of_all(logits: NDArray[np.float32], ids: NDArray[np.int32] | None) -> NDArray[np.float32]:
+    """Logits of all tokens up to the last one of ``ids``."""
+    if ids is None:
+        return logits
+    row = np.full(int(ids.max()) + 1, -np.inf, np.float32)
+    row[ids] = logits
+    return row
