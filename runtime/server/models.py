@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llmc.errors import RequestError, UsageError
+from llmc.errors import EngineError, RequestError, UsageError
 from llmc.runtime.constraints import ConstraintSpec, compile_constraint
 from llmc.runtime.request import SamplingParams
 from llmc.runtime.server.engine_loop import EngineLoop
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+ENDED_EVERY = 0.05
+"""Seconds after which an engine that is to end is looked at again."""
+
 ENCODERS = 2
 """Threads that tokenize and parse large bodies, beside the event loop and the engines."""
 
@@ -173,13 +176,13 @@ class Models:
         With `Settings.reload_in_place` that comes first.
 
         Raises:
+            EngineError: the old one is to end first, and hangs; it stays.
             LlmcError: it can't be loaded; the old one stays, or if that has ended, the server has failed.
         """
         async with self._reloading:
             old, events = model.engine, asyncio.get_running_loop()
             if old is not None and self.settings.reload_in_place:
-                model.engine = None  # new requests get 503
-                await asyncio.shield(self._retire(old))
+                await self._end_first(model, old)
             try:
                 llm = await asyncio.to_thread(self._load, model.path)
             except BaseException:
@@ -194,6 +197,22 @@ class Models:
                 model.engine.pause(old.paused)
                 if not self.settings.reload_in_place:
                     self._retire(old)
+
+    async def _end_first(self, model: Model, old: EngineLoop) -> None:
+        """Wait for the requests of an engine, for as long as its steps end."""
+        stall = self.settings.stall_timeout
+        model.engine = None  # new requests get 503
+        ending = self._retire(old)
+        while not (await asyncio.wait([ending], timeout=ENDED_EVERY))[0]:
+            if not (old.idle or old.failed or old.is_alive(stall)):
+                ending.cancel()
+                await asyncio.wait([ending])
+                model.engine = old
+                raise EngineError(
+                    f"its requests can't end: a step has taken longer than --stall-timeout, {stall:g} s; if it hangs, "
+                    "start the server anew"
+                )
+        await ending
 
     def _retire(self, engine: EngineLoop) -> asyncio.Task[None]:
         """Let an engine end once its requests have."""
@@ -274,5 +293,5 @@ class Models:
 
 async def _ended(engine: EngineLoop) -> None:
     while not engine.idle:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(ENDED_EVERY)
     await engine.stop()

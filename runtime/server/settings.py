@@ -55,7 +55,7 @@ class Settings:
     reload_in_place: bool = _option(
         False,
         "A reload ends the old engine before it loads the new one, for devices without room for two; new requests get "
-        "503 meanwhile.",
+        "503 meanwhile. An engine that hangs for --stall-timeout stays.",
     )
     otel: bool = _option(False, "Send spans of requests by OTLP, to where the standard OTEL_* variables say.")
     log_format: str = _option("plain", "plain or json: a line for each request, without prompts.")

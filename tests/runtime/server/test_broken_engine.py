@@ -13,9 +13,11 @@ import httpx
 import pytest
 
 from llmc.errors import ResourceError
+from llmc.runtime.request import SamplingParams
 from llmc.runtime.server import shapes
 from llmc.runtime.server.admin import reload_all
 from llmc.runtime.server.engine_loop import MAX_FAILED_STEPS
+from llmc.runtime.server.job import TicketOptions
 from llmc.runtime.server.metrics import Metrics
 from llmc.runtime.server.models import Models
 from llmc.runtime.server.serve import Server
@@ -134,6 +136,37 @@ def test_an_engine_that_hangs_is_not_ready(kit: Any) -> None:
         await until(http, "/health", 200)
 
     around(llm, work, stall_timeout=1.5)
+
+
+def test_a_reload_in_place_of_an_engine_that_hangs(kit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is given up after the stall timeout; the old engine stays, and a reload after its step goes well."""
+    llm, release = kit.llm(), threading.Event()
+    step = llm.executor.step
+    llm.executor.step = lambda batch: (release.wait(60), step(batch))[1]
+    settings = Settings(reload_in_place=True, stall_timeout=0.3)
+
+    async def main() -> None:
+        engines = iter([llm, kit.llm()])
+        models = Models({"m": Path("m")}, lambda path: next(engines), settings, Metrics())
+        models.on_failure = lambda: pytest.fail("nothing has failed")
+        (model,) = models.all.values()
+        await models.load(model)
+        job = models.submit(model, [[7]], SamplingParams(max_tokens=2), TicketOptions())
+        while model.running.is_alive(0.2):
+            await asyncio.sleep(0.02)
+        old = model.running
+        assert not await asyncio.wait_for(reload_all(models), 20)
+        assert model.running is old and not models._retired
+        assert "m: can't be reloaded, the old engine goes on: its requests can't end: a step has taken" in caplog.text
+        assert "longer than --stall-timeout, 0.3 s; if it hangs, start the server anew" in caplog.text
+        release.set()
+        assert await asyncio.wait_for(reload_all(models), 20)
+        assert model.running is not old
+        job.close()
+        await models.close()
+
+    with caplog.at_level("ERROR", "llmc.serve"):
+        asyncio.run(main())
 
 
 @pytest.mark.parametrize("in_place", [False, True])
