@@ -254,7 +254,7 @@ class AmxRows : public JobRows<T> {
   }
 
   void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
-    this->for_each_alike(first, first + count, 4,
+    this->for_each_alike(first, first + count,
                          [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
                            soften_alike(row, row - first, alike, part, logit, distance, seen);
                          });

@@ -67,7 +67,12 @@ class JobRows {
     kv_head_ = job.kv_head;
     tokens_ = job.tokens;
     rows_ = job.tokens * step_.group;
-    for (std::int64_t t = 0; t < tokens_; ++t) ranges_[t] = visible(step_, sequence_, job.first_token + t);
+    all_see_ = {0, std::numeric_limits<std::int64_t>::max()};
+    for (std::int64_t t = 0; t < tokens_; ++t) {
+      ranges_[t] = visible(step_, sequence_, job.first_token + t);
+      all_see_ = {std::max(all_see_.begin, ranges_[t].begin), std::min(all_see_.end, ranges_[t].end)};
+    }
+    parts_whole_ = false;
     clear(seen_);
     std::fill_n(seen_.values, rows_ * step_.width, 0.0f);
     last_page_ = 0;
@@ -86,6 +91,7 @@ class JobRows {
       following_ = tile + 1 == job.last_tile ? queue.following() : nullptr;
       const TilePart any = find_parts();
       own_ = clamp_to_tile(std::min(branch_page_, last_page_ + kTileBlocks) * kLanes) / kLanes;
+      whole_ = parts_whole_ && own_ == kTileBlocks;
       clear(seen_in_tile(0));
       if (any.begin < any.end) attend(tile, any);
     }
@@ -146,7 +152,8 @@ class JobRows {
       const std::int64_t end = first + rows * (i + 1) / count;
       block.rows = static_cast<int>(end - block.row);
       block.any = {}, block.all = {0, kTile};
-      for (std::int64_t t = block.row / group; t * group < end; ++t) {
+      if (whole_) block.any = block.all;
+      for (std::int64_t t = block.row / group; !whole_ && t * group < end; ++t) {
         const TilePart part = clipped(t, clip);
         block.any.join(part);
         block.all.begin = std::max(block.all.begin, part.begin);
@@ -157,20 +164,23 @@ class JobRows {
     }
   }
 
-  // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to `most` at a time of those that see the
+  // Calls f(row, rows, part, logit, distance) for rows first .. last - 1, up to four at a time of those that see the
   // same.
   template <class F>
-  void for_each_alike(std::int64_t first, std::int64_t last, std::int64_t most, F&& f) const {
+  void for_each_alike(std::int64_t first, std::int64_t last, F&& f) const {
     const std::int64_t group = step_.group;
-    std::int64_t t = first / group, next = (t + 1) * group;  // the row's token, and the first row of the one behind it
+    const auto whole = [&](std::int64_t t) {
+      return own_ == kTileBlocks && parts_[t].begin == 0 && parts_[t].end == kTile;
+    };
     for (std::int64_t row = first; row < last;) {
-      std::int64_t end = next;
-      for (std::int64_t u = t + 1; end < std::min(row + most, last) && sees_whole(t, u); ++u) end += group;
-      const std::int64_t alike = std::min(end, last) - row, calls = (alike + most - 1) / most;  // of 7 rows 3, 2 and 2
+      const std::int64_t t = row / group;
+      std::int64_t end = (t + 1) * group;
+      while (whole(t) && end < std::min(row + 4, last) && whole(end / group)) end += group;
+      const std::int64_t alike = std::min(end, last) - row;
       const Logit logit = logit_of(row);
-      const int count = logit.plain() ? static_cast<int>((alike + calls - 1) / calls) : 1;
+      const int count = logit.plain() ? static_cast<int>(std::min<std::int64_t>(alike, 4)) : 1;
       f(row, count, parts_[t], logit, static_cast<float>(tile_start_ - (ranges_[t].end - 1)));
-      for (row += count; next <= row; ++t) next += group;
+      row += count;
     }
   }
 
@@ -197,13 +207,6 @@ class JobRows {
 
   int clamp_to_tile(std::int64_t position) const {
     return static_cast<int>(std::clamp<std::int64_t>(position - tile_start_, 0, kTile));
-  }
-
-  // Whether all of the job's tokens first .. last see all of the tile, and none has pages of its own.
-  bool sees_whole(std::int64_t first, std::int64_t last) const {
-    bool whole = own_ == kTileBlocks;
-    for (std::int64_t t = first; t <= last; ++t) whole &= parts_[t].begin == 0 && parts_[t].end == kTile;
-    return whole;
   }
 
   // Divides by the sums, sinks included.
@@ -259,6 +262,10 @@ class JobRows {
 
   // What each token sees of the tile, and what any of them does.
   TilePart find_parts() {
+    const TilePart all{clamp_to_tile(all_see_.begin), clamp_to_tile(all_see_.end)};
+    const bool were_whole = parts_whole_;
+    parts_whole_ = all.begin == 0 && all.end == kTile;
+    if (were_whole && parts_whole_) return all;  // which is usual, and nothing is to be done
     TilePart any;
     for (std::int64_t t = 0; t < tokens_; ++t) {
       parts_[t] = {clamp_to_tile(ranges_[t].begin), clamp_to_tile(ranges_[t].end)};
@@ -360,6 +367,11 @@ class JobRows {
   std::int64_t first_token_ = 0, laid_keys_ = -1,
                laid_values_ = -1;  // of the tree; the tokens whose branch is laid out
   int own_ = kTileBlocks;          // block of the tile from which on each token has pages of its own
+  bool whole_ = false;             // all of the rows see all of the tile, and none has pages of its own
+
+ private:
+  Range all_see_{};           // by all of the job's tokens
+  bool parts_whole_ = false;  // all of parts_ are the whole tile
 };
 
 }  // namespace llmc::LLMC_ISA

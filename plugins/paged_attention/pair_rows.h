@@ -13,7 +13,7 @@ namespace llmc::LLMC_ISA {
 template <class T>
 class PairRows : public JobRows<T> {
   using Base = JobRows<T>;
-  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::own_;
+  using Base::cache_, Base::rows_, Base::step_, Base::parts_, Base::own_, Base::whole_;
 
  public:
   static constexpr std::int64_t kMostRows = 192;
@@ -127,8 +127,9 @@ class PairRows : public JobRows<T> {
 
   void attend_rows(std::int64_t first, std::int64_t count) {
     TilePart part;
+    if (whole_) part = {0, kTile};
     bool softly = !kInteger && step_.logit.plain() && !step_.context.in[4];
-    for (std::int64_t t = first / step_.group; t <= (first + count - 1) / step_.group; ++t) {
+    for (std::int64_t t = first / step_.group; !whole_ && t <= (first + count - 1) / step_.group; ++t) {
       part.join(parts_[t]);
       softly &= parts_[t].begin == 0;
     }
@@ -216,19 +217,30 @@ class PairRows : public JobRows<T> {
     });
   }
 
-  // Weights of rows that see the tile from its first position on, with plain logits.
+  // Weights of rows that see the tile from its first position on, with plain logits; at a time of those that end in the
+  // same block.
   void score_softly(std::int64_t first, std::int64_t count, const Seen& seen) {
     if constexpr (!kInteger) {
+      const std::int64_t group = step_.group;
+      SoftRows rows{step_.logit.scale * kLog2e, kScaled<T> ? key_scales_ : nullptr, kQuantized<T> ? factors_ : nullptr};
+      std::fill_n(rows.end, kSoftRows, kTile);
       with_keys([&]<class Keys>(const Keys& keys) {
-        this->for_each_alike(first, first + count, kSoftRows,
-                             [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float) {
-                               if (part.begin >= part.end) return;
-                               kAttendSoftly<Keys>[part.blocks_end() - 1][alike - 1](
-                                   q_ + row * depth_, depth_, keys, weights_ + (row - first) * kTile, part.end,
-                                   logit.scale * kLog2e, kScaled<T> ? key_scales_ : nullptr,
-                                   kQuantized<T> ? factors_ : nullptr, seen.largest + row - first,
-                                   seen.sum + row - first);
-                             });
+        std::int64_t t = first / group, next = (t + 1) * group;  // the row's token, and the first row behind it
+        for (std::int64_t r = 0; r < count;) {
+          const int blocks = whole_ ? kTileBlocks : parts_[t].blocks_end();
+          const std::int64_t most = std::min(count - r, soft_rows_for(blocks));
+          int n = 0;
+          if (whole_) n = static_cast<int>(most);
+          for (; n < most && !whole_ && parts_[t].blocks_end() == blocks; ++n) {
+            rows.end[n] = parts_[t].end;
+            if (first + r + n + 1 == next) ++t, next += group;
+          }
+          if (blocks > 0) {
+            kAttendSoftly<Keys>[n - 1][blocks - 1](q_ + (first + r) * depth_, depth_, keys, rows, weights_ + r * kTile,
+                                                   seen.largest + r, seen.sum + r);
+          }
+          r += n;
+        }
       });
     }
   }
@@ -248,6 +260,7 @@ class PairRows : public JobRows<T> {
   void weigh(const Values& values, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip,
              const Target& target) const {
     PairParts parts;
+    std::fill_n(parts.rows, kRowBlock, TilePart{0, kTile});
     this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
       if (block.any.begin >= block.any.end) return;
       parts.any = block.any;
@@ -255,7 +268,7 @@ class PairRows : public JobRows<T> {
       parts.to = block.all.end / 2 * 2;
       if (parts.from >= parts.to) parts.from = parts.to = (block.any.end + 1) / 2 * 2;
       std::int64_t t = block.row / step_.group, next = (t + 1) * step_.group;
-      for (int r = 0; r < block.rows; ++r) {
+      for (int r = 0; r < block.rows && !whole_; ++r) {
         if (block.row + r == next) ++t, next += step_.group;
         parts.rows[r] = this->clipped(t, clip);
       }
@@ -269,7 +282,7 @@ class PairRows : public JobRows<T> {
 
   void soften_rows(std::int64_t first, std::int64_t count, const Seen& seen) {
     std::fill_n(weight_factors_, kInteger ? count : 0, 0.0f);
-    this->for_each_alike(first, first + count, 4,
+    this->for_each_alike(first, first + count,
                          [&](std::int64_t row, int alike, const TilePart& part, const Logit& logit, float distance) {
                            if (part.begin >= part.end) return;
                            soften_alike(row, row - first, alike, part, logit, distance, seen);

@@ -56,15 +56,26 @@ LLMC_INLINE void soften_to_bf16(float* scores, bf16* weights, int begin, int end
   for (int r = 0; r < R; ++r) total[r] = reduce_add(sum[r]);
 }
 
-// The same weights, bit by bit, of rows that see the positions 0 .. end - 1, which B blocks hold, with logits that are
-// scores times `scale`, and those times key_scales of the positions, if there are any. The scores x of a row are in
-// registers, and stay there.
+constexpr int kSoftRows = 6;
+
+// Rows r that see the positions 0 .. end[r] - 1, which end in the same block of 16, with logits that are scores times
+// `scale`, and those times key_scales of the positions, if there are any. factors as above.
+struct SoftRows {
+  float scale;
+  const float *key_scales, *factors;
+  int end[kSoftRows] = {};
+};
+
+// The same weights, bit by bit, of such rows, whose positions are in B blocks. Their scores x are in registers, and
+// stay there.
 template <int R, int B>
-LLMC_INLINE void soften_registers(f32x16 (&x)[R][B], bf16* weights, int end, float scale, const float* key_scales,
-                                  const float* factors, float* top, float* total) {
-  const mask16 seen = mask_first(end - (B - 1) * kLanes);
-  const auto visible = [&](int b, const f32x16& x, const f32x16& other) {
-    return b < B - 1 ? x : select(seen, x, other);
+LLMC_INLINE void soften_registers(f32x16 (&x)[R][B], const SoftRows& rows, bf16* weights, float* top, float* total) {
+  const auto [scale, key_scales, factors, end] = rows;
+  mask16 seen[R];
+  LLMC_UNROLL
+  for (int r = 0; r < R; ++r) seen[r] = mask_first(end[r] - (B - 1) * kLanes);
+  const auto visible = [&](int r, int b, const f32x16& x, const f32x16& other) {
+    return b < B - 1 ? x : select(seen[r], x, other);
   };
   const f32x16 absent = broadcast(kNothing);
   f32x16 largest[R];
@@ -75,7 +86,7 @@ LLMC_INLINE void soften_registers(f32x16 (&x)[R][B], bf16* weights, int end, flo
     LLMC_UNROLL
     for (int r = 0; r < R; ++r) {
       if (key_scales != nullptr) x[r][b] = x[r][b] * load(key_scales + b * kLanes);
-      x[r][b] = visible(b, x[r][b], absent);
+      x[r][b] = visible(r, b, x[r][b], absent);
       largest[r] = max(largest[r], x[r][b]);
     }
   }
@@ -95,9 +106,9 @@ LLMC_INLINE void soften_registers(f32x16 (&x)[R][B], bf16* weights, int end, flo
       for (int i = 0; i < 2; ++i) {
         if (b + i >= B) continue;
         f32x16& w = weight[i];
-        w = visible(b + i, rough_power(fmadd(x[r][std::min(b + i, B - 1)], broadcast(scale), least[r])), zero());
+        w = visible(r, b + i, rough_power(fmadd(x[r][std::min(b + i, B - 1)], broadcast(scale), least[r])), zero());
         sum[r] = sum[r] + w;
-        if (factors != nullptr) w = visible(b + i, w * load(factors + (b + i) * kLanes), zero());  // 0 * NaN
+        if (factors != nullptr) w = visible(r, b + i, w * load(factors + (b + i) * kLanes), zero());  // 0 * NaN
       }
       _mm512_storeu_si512(weights + r * kTile + b * kLanes,
                           reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(weight[1].v, weight[0].v)));

@@ -176,7 +176,7 @@ class VectorRows : public JobRows<T> {
 
   void soften_rows(const Seen& seen) {
     this->for_each_alike(
-        0, rows_, 4, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
+        0, rows_, [&](std::int64_t row, int count, const TilePart& part, const Logit& logit, float distance) {
           if (part.begin >= part.end) return;
           if constexpr (kScaled<T>) {
             if (part.blocks_end() > own_) {
