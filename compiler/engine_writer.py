@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,21 @@ def write_files(staging: Staging, contents: EngineContents, progress: Any) -> No
     if contents.tokenizer is not None:
         for name, content in sorted(contents.tokenizer.files.items()):
             staging.write(f"tokenizer/{name}", content)
+
+
+def add_part(
+    staging: Staging, contents: EngineContents, part: DraftPart, recipe: Mapping[str, Any], report: Mapping[str, Any]
+) -> EngineContents:
+    """Record a part whose files are there, with its sections of recipe and report."""
+    contents = replace(
+        contents,
+        recipe={**contents.recipe, part.name: recipe},
+        report={**contents.report, part.name: report},
+        parts=(*contents.parts, part),
+    )
+    staging.write("recipe.json", to_json(contents.recipe))
+    write_manifest(staging, contents)
+    return contents
 
 
 def write_manifest(staging: Staging, contents: EngineContents) -> None:

@@ -14,11 +14,11 @@ from llmc.compiler import weights
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.eagle.checkpoint import EAGLE_1, EAGLE_3, Eagle, read_eagle
 from llmc.compiler.eagle.lowering import embedding_step, lower_eagle
-from llmc.compiler.engine_writer import DraftPart, EngineContents, to_json, write_manifest
+from llmc.compiler.engine_writer import DraftPart, EngineContents, add_part, to_json
 from llmc.compiler.features import HEAD, add_features, usual_layers
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import PackedWeight
-from llmc.compiler.medusa.lowering import describe, output_step
+from llmc.compiler.medusa.lowering import describe, output_factors, output_step
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.build import predicted
@@ -130,15 +130,7 @@ def add_eagle(
         **sizes,
         "kv_bytes_per_token": part.kept_bytes(lowered),
     }
-    contents = replace(
-        contents,
-        recipe={**contents.recipe, "eagle": {"kind": eagle.kind, "layers": layers}},
-        report={**contents.report, "eagle": report},
-        parts=(*contents.parts, part),
-    )
-    staging.write("recipe.json", to_json(contents.recipe))
-    write_manifest(staging, contents)
-    return contents
+    return add_part(staging, contents, part, {"kind": eagle.kind, "layers": layers}, report)
 
 
 def eagle_part(
@@ -152,16 +144,13 @@ def eagle_part(
         CompileError, CheckpointError: the layer can't be lowered.
     """
     eagle = wanted.eagle
-    weight = output_step(compiled.steps).inputs[1]
-    assert weight is not None, "a product has a weight"
-    linear = None if linears is None else linears.weights.get(weight.buffer.name)
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
     shares = EMBEDDING not in eagle.tensors or _is_the_models(eagle.tensors[EMBEDDING], compiled)
     graph = lower_eagle(
         eagle,
         compiled.steps,
-        () if linear is None else linear.columns,
+        output_factors(compiled.steps, linears),
         shares,
         compiled.dtype,
         method,

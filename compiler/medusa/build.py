@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, to_json, write_manifest
+from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, add_part, to_json, write_manifest
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.medusa.collect import Features, hidden_rows
 from llmc.compiler.medusa.heads import TOKENS, Heads, count_heads, read_heads
-from llmc.compiler.medusa.lowering import describe, lower_heads, output_step
+from llmc.compiler.medusa.lowering import describe, lower_heads, output_factors, output_step
 from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
@@ -166,15 +166,7 @@ def add_heads(
         "quantization": describe(method),
         **sizes,
     }
-    contents = replace(
-        contents,
-        recipe={**contents.recipe, "medusa": section},
-        report={**contents.report, "medusa": report},
-        parts=(*contents.parts, part),
-    )
-    staging.write("recipe.json", to_json(contents.recipe))
-    write_manifest(staging, contents)
-    return contents
+    return add_part(staging, contents, part, section, report)
 
 
 def heads_part(
@@ -184,13 +176,9 @@ def heads_part(
 
     ``linears``: of the engine; without them nothing is known of factors, which change no size but that of their vector.
     """
-    weight = output_step(compiled.steps).inputs[1]
-    assert weight is not None, "a product has a weight"
-    linear = None if linears is None else linears.weights.get(weight.buffer.name)
     recipe = config.quantization_recipe
     method = None if recipe is None else recipe.method
-    factors: Sequence[float] = () if linear is None else linear.columns
-    steps, dtype = compiled.steps, compiled.dtype
+    steps, dtype, factors = compiled.steps, compiled.dtype, output_factors(compiled.steps, linears)
     graph = lower_heads(wanted.heads, steps, factors, dtype, method, config.compute, wanted.ids)
     few = replace(compiled.limits, max_batch_tokens=compiled.limits.max_sequences)
     more = () if wanted.ids is None else (ArrayTensor(TOKEN_IDS, wanted.ids),)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from llmc.compiler.safetensors_writer import Tensor
+    from llmc.runtime.lora import Linears
 
 OF_OUTPUTS = ("weight", "scale", "zero", "bias")
 """Inputs of a product that have something for each output."""
@@ -76,6 +77,14 @@ def output_step(graph: LoweredGraph) -> LoweredStep:
                 return step
             wanted = step.inputs[0]
     raise CompileError("--medusa: the model's logits are not made by a product with a weight, which heads could share")
+
+
+def output_factors(graph: LoweredGraph, linears: Linears | None) -> Sequence[float]:
+    """What its input is divided by, if that is known; (): nothing."""
+    weight = output_step(graph).inputs[1]
+    assert weight is not None, "a product has a weight"
+    linear = None if linears is None else linears.weights.get(weight.buffer.name)
+    return () if linear is None else linear.columns
 
 
 def lower_heads(
