@@ -185,7 +185,9 @@ class Speculator:
         depths = {
             index: depth
             for index, chunk in enumerate(chunks)
-            if (chunk.sequence.hidden is not None or not self.wants_hidden) and (depth := _depth(chunk)) > 0
+            if (chunk.sequence.hidden is not None or not self.wants_hidden)
+            and (chunk.sequence.num_generated or not self._is_fixed)  # wherever its prompt was divided
+            and (depth := _depth(chunk)) > 0
         }
         share = min(budget.tokens, budget.rows) // max(1, len(depths))
         nodes, pairs = [min(self._nodes, share)] * len(depths), [0] * len(depths)

@@ -383,15 +383,22 @@ def test_with_little_memory_drafts_are_fewer_and_blocks_come_back(close_model: P
     assert llm.scheduler.statistics.drafted > 0
 
 
-def test_typical_acceptance_depends_on_nothing_beside(close_model: Path) -> None:
+@pytest.mark.parametrize("sampling", ["rejection", "typical"])
+def test_what_depends_on_drafts_depends_on_nothing_beside(close_model: Path, sampling: str) -> None:
+    """Nor on where a prompt is divided: the last chunk of the first one has one token."""
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8, seed=3)
     prompts = [list(range(3, 40)), list(range(3, 36)), [9] * 40]
-    asked = Speculation("eagle", tokens=4, sampling="typical")
+    asked = Speculation("eagle", tokens=4, sampling=sampling)
     alone = [LLM(close_model, threads=1, speculative=asked).generate(prompt, params)[0] for prompt in prompts]
     llm = LLM(close_model, threads=1, check=True, speculative=asked)
     for _ in range(2):
         beside = llm.generate(prompts, params)
         assert [result.token_ids for result in beside] == [result.token_ids for result in alone]
+    for seed in range(20):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0, seed=seed)
+        sizes: list[Any] = [{}, {"max_batch_tokens": 36, "max_sequences": 2}]
+        found = [LLM(close_model, threads=1, speculative=asked, **size).generate(prompts[0], params) for size in sizes]
+        assert found[0][0].token_ids == found[1][0].token_ids
 
 
 def test_what_is_aborted_holds_nothing(close_model: Path) -> None:
