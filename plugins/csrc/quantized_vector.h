@@ -39,17 +39,31 @@ struct BlockScale {
   }
 };
 
-// Rows and panels of a tile, from what registers hold. 16 vectors of integers wait for one another's products and loads
-// least; sums of blocks go to the stack where they have to. With two panels 512 rows of int4 took 1.45 times as long.
+// Rows and panels of a tile of many rows, from what registers hold. 16 vectors of integers wait for one another's
+// products and loads least; sums of blocks go to the stack where they have to. With two panels 512 rows of int4
+// took 1.45 times as long. Few rows: as of other weights (one thread, 1 row: one panel is 1.31 times as fast as four
+// with int4, 1.13 with int8), but int4 is not so bound to memory.
 #if defined(__AVX512F__)
-constexpr int kIntegerRows = 4;
-constexpr int integer_panels(int) { return 4; }
-#elif defined(__AVX2__) || defined(LLMC_NEON)
-constexpr int kIntegerRows = 4;
-constexpr int integer_panels(int rows) { return rows == 1 ? 2 : 1; }
+constexpr int kIntegerRows = 4, kIntegerPanels = 4;
+constexpr int integer_pass_panels(Format format, int rows) {
+  return format == Format::int4 && rows > 4 ? kPassPanels : 1;
+}
+
+// How often the weights are read for so many rows; 0: tiles of many rows are better. (One thread, int8: 14 rows in two
+// passes took 0.65 of the time of tiles.)
+constexpr std::int64_t integer_passes(Format format, std::int64_t rows) {
+  if (format == Format::int4) return rows <= 7 ? 1 : rows >= 10 && rows <= 14 ? 2 : 0;
+  return rows <= kPassRows ? 1 : rows <= 2 * kPassRows ? 2 : 0;
+}
 #else
-constexpr int kIntegerRows = 2;
-constexpr int integer_panels(int) { return 1; }
+#if defined(__AVX2__) || defined(LLMC_NEON)
+constexpr int kIntegerRows = 4, kIntegerPanels = 1;
+constexpr int integer_pass_panels(Format, int rows) { return rows == 1 ? 2 : 1; }
+#else
+constexpr int kIntegerRows = 2, kIntegerPanels = 1;
+constexpr int integer_pass_panels(Format, int) { return 1; }
+#endif
+constexpr std::int64_t integer_passes(Format, std::int64_t rows) { return rows <= kIntegerRows ? 1 : 0; }
 #endif
 
 // R rows by P panels, blocks [begin, end). Between ranges of blocks the sums wait in y, exactly as they are. Meanwhile
@@ -131,25 +145,21 @@ void integer_block(const QuantizedProduct& p, std::int64_t row, std::int64_t pan
 }
 
 // R rows of panels [panel, panel_end), P at a time as long as there are so many.
-template <Format F, Zero Z, int R, int kFetch, int P = integer_panels(R)>
+template <Format F, Zero Z, int R, int P, int kFetch>
 void integer_rows(const QuantizedProduct& p, std::int64_t row, std::int64_t panel, std::int64_t panel_end,
                   std::int64_t begin, std::int64_t end, std::int64_t ahead) {
   for (; panel + P <= panel_end; panel += P) integer_block<F, Z, R, P, kFetch>(p, row, panel, begin, end, ahead);
-  if constexpr (P > 1) integer_rows<F, Z, R, 0, P / 2>(p, row, panel, panel_end, begin, end, 0);
+  if constexpr (P > 1) integer_rows<F, Z, R, P / 2, 0>(p, row, panel, panel_end, begin, end, 0);
 }
 
-// Up to three rows, or four.
+// Up to kPassRows rows: the weights are read once, from memory with kFetch.
 template <Format F, Zero Z, bool kFetch>
 void few_integer_rows(const QuantizedProduct& p, std::int64_t row, std::int64_t rows, std::int64_t panel,
                       std::int64_t panel_end, std::int64_t begin, std::int64_t end) {
-  const auto run = [&](auto count) {
-    constexpr int R = std::min<int>(count(), kIntegerRows), P = integer_panels(R);
-    integer_rows<F, Z, R, kFetch ? P : 0>(p, row, panel, panel_end, begin, end, P * p.w.panel_bytes());
-  };
-  if (rows == 1) return run(std::integral_constant<int, 1>());
-  if (rows == 2) return run(std::integral_constant<int, 2>());
-  if (rows == 3) return run(std::integral_constant<int, 3>());
-  run(std::integral_constant<int, 4>());
+  with_rows(rows, [&](auto count) {
+    constexpr int R = count(), P = kFetch || R >= kIntegerRows ? integer_pass_panels(F, R) : kIntegerPanels;
+    integer_rows<F, Z, R, P, kFetch ? P : 0>(p, row, panel, panel_end, begin, end, P * p.w.panel_bytes());
+  });
 }
 
 // Many rows read a slab of panels again and again from the cache, and ranges of them if they are long.
@@ -159,40 +169,49 @@ constexpr std::int64_t kRangeLines = 512;
 // those of the next are fetched. Of many rows the first tiles fetch a part each: all of it beside the first four rows
 // would keep memory busy, and them waiting (16 rows of int8 took 1.15 times as long).
 template <Format F, Zero Z>
-void integer_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
-                     std::int64_t panel_end) {
+void many_integer_rows(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end,
+                       std::int64_t panel_begin, std::int64_t panel_end) {
   const QuantizedPanels& w = p.w;
-  constexpr int P = integer_panels(kIntegerRows);
-  if (row_end - row_begin <= kIntegerRows) {
-    return few_integer_rows<F, Z, true>(p, row_begin, row_end - row_begin, panel_begin, panel_end, 0, w.blocks);
-  }
-  const std::int64_t tiles = (row_end - row_begin) / kIntegerRows;
+  constexpr int R = kIntegerRows, P = kIntegerPanels;
+  const std::int64_t each = (row_end - row_begin) / R >= P ? 1 : (P + 1) / 2;
   for (std::int64_t panel = panel_begin; panel < panel_end; panel += P) {
     const std::int64_t stop = std::min(panel_end, panel + P);
     for (std::int64_t begin = 0, end = 0; begin < w.blocks; begin = end) {
       const std::int64_t first = w.block[begin].line;
       while (end < w.blocks && w.block[end].line - first < kRangeLines) ++end;
       // The same panels' next range, or the first range of the next panels.
-      const std::int64_t next = end < w.blocks ? (w.block[end].line - first) * 64 : P * w.panel_bytes() - first * 64;
+      const std::int64_t ahead = end < w.blocks ? (w.block[end].line - first) * 64 : P * w.panel_bytes() - first * 64;
       std::int64_t fetched = end < w.blocks || stop + P <= w.panels() ? 0 : P;
       std::int64_t row = row_begin;
-      for (; row + kIntegerRows <= row_end; row += kIntegerRows) {
-        const std::int64_t ahead = next + fetched * w.panel_bytes();
-        if (fetched == P) {
-          integer_rows<F, Z, kIntegerRows, 0>(p, row, panel, stop, begin, end, 0);
-        } else if (P == 1 || tiles >= P) {
-          integer_rows<F, Z, kIntegerRows, 1>(p, row, panel, stop, begin, end, ahead);
-          fetched += 1;
-        } else if (tiles > 1) {
-          integer_rows<F, Z, kIntegerRows, (P + 1) / 2>(p, row, panel, stop, begin, end, ahead);
-          fetched += (P + 1) / 2;
+      for (; row + R <= row_end; row += R) {
+        if (fetched >= P) {
+          integer_rows<F, Z, R, P, 0>(p, row, panel, stop, begin, end, 0);
+        } else if (each == 1) {
+          integer_rows<F, Z, R, P, 1>(p, row, panel, stop, begin, end, ahead + fetched * w.panel_bytes());
         } else {
-          integer_rows<F, Z, kIntegerRows, P>(p, row, panel, stop, begin, end, ahead);
-          fetched = P;
+          integer_rows<F, Z, R, P, (P + 1) / 2>(p, row, panel, stop, begin, end, ahead + fetched * w.panel_bytes());
         }
+        fetched += each;
       }
       if (row < row_end) few_integer_rows<F, Z, false>(p, row, row_end - row, panel, stop, begin, end);
     }
+  }
+}
+
+template <Format F, Zero Z>
+void integer_vectors(const QuantizedProduct& p, std::int64_t row_begin, std::int64_t row_end, std::int64_t panel_begin,
+                     std::int64_t panel_end) {
+  const std::int64_t rows = row_end - row_begin, passes = integer_passes(F, rows);
+  if (passes == 0) {
+    many_integer_rows<F, Z>(p, row_begin, row_end, panel_begin, panel_end);
+  } else if (passes == 1) {
+    few_integer_rows<F, Z, true>(p, row_begin, rows, panel_begin, panel_end, 0, p.w.blocks);
+  } else {
+    in_passes(passes, row_begin, row_end, panel_begin, panel_end,
+              [&](auto count, auto fetch, std::int64_t row, std::int64_t panel, std::int64_t stop, std::int64_t ahead) {
+                integer_rows<F, Z, count(), kPassPanels, fetch()>(p, row, panel, stop, 0, p.w.blocks,
+                                                                  ahead * p.w.panel_bytes());
+              });
   }
 }
 
