@@ -26,7 +26,7 @@ Cost = tuple[tuple[int, float], ...]
 """(rows, time of a step with so many rows, as a multiple of the time with one), rising."""
 
 COSTS: Mapping[str, Cost] = {
-    "cpu": ((1, 1.0), (2, 1.06), (4, 1.2), (8, 1.5), (16, 2.2), (32, 3.8), (64, 7.0)),
+    "cpu": ((1, 1.0), (2, 1.03), (4, 1.08), (8, 1.2), (16, 1.7), (32, 3.8), (64, 7.0)),
     "cuda": ((1, 1.0), (16, 1.02), (64, 1.1), (256, 1.6)),
 }
 """What a device is taken to cost, if nothing is measured: an estimate for a small model on two cores with AVX-512; and
