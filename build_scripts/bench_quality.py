@@ -6,15 +6,18 @@
 
 Engines are built and measured by `llmc build` and `llmc eval` of this environment, with the products that they run with
 (int8, unless --compute says otherwise). llm-compressor's weights are measured in transformers, in float32; the rows
-"bfloat16" show how far the two ways of measuring agree. Its calibration windows are those of the engine (the hash that
+"bfloat16" show how far the two ways of measuring agree; the last column is the difference of the two perplexities,
+with the standard error over windows. Its calibration windows are those of the engine (the hash that
 the build recorded is checked), and its groups the same; where a group does not divide the columns, which it refuses,
 it is given smaller groups. Results are kept in the work folder, so that a second run only adds what is missing.
 """
 
 import hashlib
 import json
+import math
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -93,8 +96,10 @@ class Bench:
         command += ["--windows", str(self.windows), "--context", str(self.context), "--tokens", "0"]
         output, _, _ = run([*command, "--threads", str(threads)])
         size = sum(file.stat().st_size for file in engine.glob("weights*"))
-        found = {"perplexity": json.loads(output)["perplexity"], "processor_seconds": seconds, "seconds": wall}
-        return {**found, "megabytes": size / 1e6}
+        figures = json.loads(output)
+        losses = [math.log(perplexity) for perplexity in figures["window_perplexities"]]
+        found = {"perplexity": figures["perplexity"], "losses": losses, "megabytes": size / 1e6}
+        return {**found, "processor_seconds": seconds, "seconds": wall}
 
     def llmcompressor(self, python: Path, method: Method | None, threads: int) -> Figures:
         """The same with llm-compressor, in its own environment."""
@@ -189,10 +194,23 @@ def main(
     report(model.name, results)
 
 
+def difference(own: Figures, other: Figures) -> str:
+    """How much larger a perplexity is than another on the same windows, and the standard error of that.
+
+    That of the mean of the differences of single windows, which is far smaller than that of a perplexity. It does not
+    tell what other calibration tokens would change. Empty for figures of earlier runs that lack those of windows.
+    """
+    pairs = list(zip(own.get("losses", []), other.get("losses", []), strict=False))
+    if len(pairs) < 2 or len(own["losses"]) != len(other["losses"]):
+        return ""
+    found = [a - b for a, b in pairs]
+    return f"{math.expm1(statistics.mean(found)):+.2%} ± {statistics.stdev(found) / math.sqrt(len(found)):.2%}"
+
+
 def report(model: str, results: dict[str, dict[str, Figures]]) -> None:
     """Print the table."""
     table = Table(title=f"{model}: perplexity, and processor seconds of quantizing")
-    for column in ("--quant", "MB", "llmc", "", "s", "llm-compressor", "", "s"):
+    for column in ("--quant", "MB", "llmc", "", "s", "llm-compressor", "", "s", "difference"):
         table.add_column(column, justify="left" if column == "--quant" else "right")
     for name, row in results.items():
         cells = [f"{row['llmc']['megabytes']:.0f}"]
@@ -200,6 +218,8 @@ def report(model: str, results: dict[str, dict[str, Figures]]) -> None:
             if side in row:
                 share = row[side]["perplexity"] / results["none"][side]["perplexity"] - 1
                 cells += [f"{row[side]['perplexity']:.3f}", f"{share:+.2%}", f"{row[side]['processor_seconds']:.0f}"]
+        if "llm-compressor" in row:
+            cells.append(difference(row["llmc"], row["llm-compressor"]))
         table.add_row("bfloat16" if name == "none" else name, *cells)
     Console(width=120).print(table)
 

@@ -30,7 +30,7 @@ def wide_modes() -> list[str]:
     shared = product(("rtn", "awq", "gptq"), (4, 8), (0, 16, 32, 128), ("true", "false"))
     modes = [f"{name}:bits={bits},group={group},sym={sym}" for name, bits, group, sym in shared]
     modes += ["rtn:clip=true", "awq:grid=0", "awq:duo=false", "awq:clip=false"]
-    modes += ["gptq:act_order=false", "gptq:damping=0.1", "gptq:clip=false"]
+    modes += ["gptq:act_order=false", "gptq:damping=0.1", "gptq:clip=false", "gptq:alike=0", "gptq:refine=0"]
     smooth = product(("group", "token", "static"), (0, 32), ("true", "false"))
     modes += [f"smoothquant:inputs={inputs},group={group},search={search}" for inputs, group, search in smooth]
     return modes + [f"fp8:scale={s},inputs={i}" for s, i in product(("tensor", "channel", "block"), ("float", "fp8"))]

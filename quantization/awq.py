@@ -22,14 +22,13 @@ from llmc.quantization.rounding import (
     fit,
     join_groups,
     round_to_nearest,
+    shares,
     split_groups,
     spread_rows,
     to_codes,
     to_values,
 )
 
-_CLIP_STEPS = 20
-_LOWEST_CLIP = 0.5
 _LEAST_SHARE = 1e-3  # of the mean: columns that calibration hardly saw do not get factors near 0
 
 
@@ -79,7 +78,7 @@ class Awq(IntegerMethod):
         group = self.weights.group
         with single_threaded():
             clip = self._search_clip(split_groups(weight, group), split_groups(inputs.rows, group))
-        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(clip.mean())}
+        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(np.abs(clip).mean())}
 
     def _weight_means(self, weight: FloatArray) -> FloatArray:
         """The mean [K] over rows of |w| as a share of the largest of its group."""
@@ -131,8 +130,7 @@ class Awq(IntegerMethod):
         best = np.full(len(weights), np.inf, np.float32)
         clip = np.ones(len(weights), np.float32)
         chosen = error.copy()
-        for step in range(_CLIP_STEPS + 1):
-            share = np.float32(1 - (1 - _LOWEST_CLIP) * step / _CLIP_STEPS)
+        for share in shares(self.weights):
             grid = fit(weights, self.weights, share)
             error = to_values(to_codes(weights, grid, self.bits), grid) - weights
             loss = np.sum((error @ square + 2 * others) * error, axis=1)

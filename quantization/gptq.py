@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from llmc.errors import CompileError
 from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, Statistics
+from llmc.quantization.descent import Curvature, Descent
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import option
 from llmc.quantization.rounding import (
@@ -47,7 +48,11 @@ class Gptq(IntegerMethod):
 
     act_order: bool = option(True, "columns with the largest inputs first; their groups stay as they are (static)")
     damping: float = option(0.01, "share of the mean diagonal added to that of the Hessian", low=1e-6, high=1.0)
+    alike: float = option(
+        8.0, "tokens that count as one where few are not to be trusted; 0: all are", low=0.0, high=1e3
+    )
     clip: bool = option(True, "search the span of each group")
+    refine: int = option(2, "rounds of coordinate descent on codes and scales after that", low=0, high=100)
 
     def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
         """Codes of a weight [N, K]."""
@@ -57,26 +62,38 @@ class Gptq(IntegerMethod):
         with single_threaded():
             diagonal = np.diagonal(inputs.hessian).astype(np.float64)
             order = np.argsort(-diagonal, kind="stable") if self.act_order else np.arange(len(diagonal))
-            carried, damping = factorize(inputs.hessian, order, self.damping, name)
+            shrunk = shrinkage(inputs.hessian, inputs.rows, inputs.count, self.alike)
+            carried, damping = factorize(inputs.hessian, order, self.damping, name, shrunk)
+            curvature = Curvature(inputs.hessian, shrunk, damping)
             step = max(1, ROWS_BYTES // (4 * weight.shape[1]))
             parts = [
-                self._rows(weight[start : start + step], diagonal, carried, order)
+                self._rows(weight[start : start + step], curvature, carried, order)
                 for start in range(0, len(weight), step)
             ]
-        notes: Notes = {"damping": damping, "dead_columns": int(np.count_nonzero(diagonal == 0))}
+        notes: Notes = {
+            "damping": damping,
+            "shrunk": round(shrunk, 4),
+            "dead_columns": int(np.count_nonzero(diagonal == 0)),
+        }
         return join_rows(parts), notes
 
     def _rows(
         self,
         weight: FloatArray,
-        diagonal: npt.NDArray[np.float64],
+        curvature: Curvature,
         carried: FloatArray,
         order: npt.NDArray[np.int64],
     ) -> Quantized:
         """Some rows: what becomes of a row does not depend on others."""
-        grid = self._grids(split_groups(weight, self.weights.group), diagonal)
+        group = self.weights.group
+        grid = self._grids(split_groups(weight, group), curvature.diagonal)
         codes = self._round(weight, grid, carried, order)
-        return to_quantized(split_groups(codes, self.weights.group), grid, self.weights, weight.shape[1])
+        if self.refine:
+            descent = Descent(weight, codes, grid, group=group, curvature=curvature, bits=self.bits)
+            for _ in range(self.refine):
+                descent.round()
+            codes, grid = descent.result()
+        return to_quantized(split_groups(codes, group), grid, self.weights, weight.shape[1])
 
     def _grids(self, groups: FloatArray, diagonal: npt.NDArray[np.float64]) -> Grid:
         """The grids of all groups [N, G], chosen before any column is rounded."""
@@ -107,20 +124,52 @@ class Gptq(IntegerMethod):
         return whole
 
 
+def shrinkage(hessian: npt.NDArray[Any], rows: FloatArray, tokens: int, alike: float) -> float:
+    """The share of a Hessian that its diagonal should take the place of, since few tokens tell little of the rest.
+
+    That of Schaefer and Strimmer (https://doi.org/10.2202/1544-6115.1175), for inputs of mean square 1: the variance of
+    the means of products of two of them, over the sum of the squares of those means. Tokens of a text are not
+    independent, and other text differs: ``alike`` of them count as one. ``rows``: a sample of the ``tokens``.
+
+    (SmolLM2-135M, int4 in groups of 64, the squared error of outputs on other text: with 8 for ``alike``, 8192 tokens,
+    down_proj of layer 7 is drawn by 0.36 and errs 16 % less, three others of layers 1 and 7 0 to 4 %; with 512 tokens
+    52 % and 31 to 52 %. With 4 or 16 it is about the same.)
+    """
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    inverse = np.divide(1, np.sqrt(diagonal), out=np.zeros_like(diagonal), where=diagonal > 0)
+    fourth, squares = 0.0, 0.0
+    for start in range(0, len(rows), BLOCK):
+        x = np.square(rows[start : start + BLOCK] * inverse)
+        fourth += float(np.square(x.sum(1)).sum() - np.square(x).sum())
+    for start in range(0, len(inverse), BLOCK):
+        block = hessian[start : start + BLOCK] * inverse * inverse[start : start + BLOCK, None]
+        squares += float(np.square(block).sum() - np.square(np.diagonal(block, start)).sum())
+    if squares <= 0:
+        return 0.0
+    if tokens < 2:
+        return 1.0
+    odds = alike * max(fourth / len(rows) - squares, 0.0) / (squares * (tokens - 1))
+    return odds / (1 + odds)
+
+
 def factorize(
-    hessian: npt.NDArray[Any], order: npt.NDArray[np.int64], damping: float, name: str
+    hessian: npt.NDArray[Any], order: npt.NDArray[np.int64], damping: float, name: str, shrunk: float = 0.0
 ) -> tuple[FloatArray, float]:
     """V_ji / V_ii, for V upper triangular with V V^T = H + damping * mean diagonal, and the damping that it took.
+
+    ``shrunk``: the share of H that its diagonal takes the place of.
 
     Rows and columns of H are taken in the given order. If it is not positive definite, which sums of rounded products
     need not be, the damping is raised tenfold. Needs the memory of one matrix in float64, which holds the result too.
     """
-    mean = float(np.diagonal(hessian).mean()) or 1.0
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    mean = float(diagonal.mean()) or 1.0
     matrix = np.empty(hessian.shape, np.float64)
     while damping <= _MOST_DAMPING:
         for i, row in enumerate(order):
             matrix[i] = hessian[row][order]
-        matrix[np.diag_indices_from(matrix)] += damping * mean
+        matrix *= 1 - shrunk
+        matrix[np.diag_indices_from(matrix)] = diagonal[order] + damping * mean
         try:
             _upper_factor(matrix)
         except np.linalg.LinAlgError:

@@ -64,7 +64,12 @@ def make_method(name: str, given: dict[str, Any]) -> Method:
     for key in given:
         if key not in fields:
             raise UsageError(f"--quant {name}: unknown option {key}; known: {', '.join(fields)}")
-    return kind(**{key: _value(name, fields[key], value) for key, value in given.items()})
+    values = {key: _value(name, fields[key], value) for key, value in given.items()}
+    try:
+        return kind(**values)
+    except UsageError as error:  # of values that don't go together, or of a Scheme, which knows no command line
+        text = str(error)
+        raise UsageError(text if text.startswith("--quant ") else f"--quant {name}: {text}") from None
 
 
 def options_of(method: Method) -> dict[str, Any]:

@@ -16,6 +16,8 @@ SEARCH_ROWS = 1024
 """Factors of inputs are chosen by the errors of so many outputs. (Qwen2.5-0.5B, gate and up of layer 12, 9728 rows: the
 same factors, or those of the next exponent, as by all of them, in a tenth of the time.)"""
 
+LOWEST_SHARE, SHARE_STEPS = 0.5, 20
+
 
 @dataclass(frozen=True)
 class IntegerMethod(Method):
@@ -74,7 +76,11 @@ def spread_rows(weight: FloatArray) -> FloatArray:
 
 
 def fit(groups: FloatArray, scheme: Scheme, clip: npt.NDArray[Any] | np.float32 | float = 1.0) -> Grid:
-    """The grid that spans the numbers of each group [..., group], or a share of that span (a number, or [...])."""
+    """The grid that spans the numbers of each group [..., group], or a share of that span (a number, or [...]).
+
+    Symmetric codes reach one step further down than up. A share below 0 is for scheme.symmetric only: a scale below 0,
+    which turns that round. So 7/8 and -7/8 of the span cut nothing off where the largest number is at the longer end.
+    """
     levels = (1 << scheme.bits) - 1
     clip = np.asarray(clip, np.float32)
     if scheme.symmetric:
@@ -102,21 +108,24 @@ def to_values(codes: FloatArray, grid: Grid) -> FloatArray:
     return values
 
 
-def search_clip(
-    groups: FloatArray, scheme: Scheme, importance: FloatArray | None = None, *, steps: int = 20, lowest: float = 0.5
-) -> npt.NDArray[np.float32]:
-    """The share of each group's span [N, G], from 1 down to ``lowest``, with the least error of the weights.
+def shares(scheme: Scheme) -> list[np.float32]:
+    """Those of a span that a search tries: from 1 down to LOWEST_SHARE, and where ``fit`` takes them, below 0."""
+    steps = [np.float32(1 - (1 - LOWEST_SHARE) * step / SHARE_STEPS) for step in range(SHARE_STEPS + 1)]
+    return [sign * share for share in steps for sign in (1, -1)] if scheme.symmetric else steps
+
+
+def search_clip(groups: FloatArray, scheme: Scheme, importance: FloatArray | None = None) -> npt.NDArray[np.float32]:
+    """The share of each group's span [N, G], from ``shares``, with the least error of the weights.
 
     ``importance`` [G, group]: the squared error, each column's times a factor such as the mean square of its input; for
     methods that make up for errors elsewhere. None: the squared error, and that part of it that only makes the group
     smaller times the number of groups: such parts add up over a row where the rest cancels. (Without, SmolLM2-135M
-    in groups of 128 has a perplexity of 53.5; with it 46.4; unclipped 45.8.) Ties keep the larger span.
+    in groups of 128 has a perplexity of 53.5; with it 46.4; unclipped 45.8.) Ties keep the first one.
     """
     best = np.full(groups.shape[:-1], np.inf, np.float32)
     clip = np.ones(groups.shape[:-1], np.float32)
     size = np.maximum(np.square(groups).sum(-1), np.float32(1e-30))
-    for step in range(steps + 1):
-        share = np.float32(1 - (1 - lowest) * step / max(steps, 1))
+    for share in shares(scheme):
         grid = fit(groups, scheme, share)
         error = to_values(to_codes(groups, grid, scheme.bits), grid) - groups
         if importance is None:

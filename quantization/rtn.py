@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized
 from llmc.quantization.options import Preset, option
 from llmc.quantization.rounding import IntegerMethod, round_to_nearest, search_clip, split_groups
@@ -27,4 +29,4 @@ class Rtn(IntegerMethod):
             return round_to_nearest(weight, self.weights), {}
         groups = split_groups(weight, self.weights.group)
         clip = search_clip(groups, self.weights)
-        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(clip.mean())}
+        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(np.abs(clip).mean())}

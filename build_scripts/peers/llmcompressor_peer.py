@@ -37,16 +37,15 @@ def schemes(model: Any, bits: int, group: int, symmetric: bool) -> dict[str, Qua
     }
 
 
-def perplexity(model: Any, ids: list[int], context: int, windows: int, prefix: list[int]) -> float:
-    """Of windows that do not overlap, as `llmc eval` counts it."""
-    step, total, scored = context - len(prefix), 0.0, 0
+def losses(model: Any, ids: list[int], context: int, windows: int, prefix: list[int]) -> list[float]:
+    """The mean over the tokens of each window, in nats; they are equally long and do not overlap, as in `llmc eval`."""
+    step, found = context - len(prefix), []
     for start in range(0, min(len(ids) // step, windows) * step, step):
         window = torch.tensor([*prefix, *ids[start : start + step]])
         with torch.inference_mode():
             logits = model(window[None], use_cache=False).logits[0, :-1]
-        total += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
-        scored += len(window) - 1
-    return math.exp(total / scored)
+        found.append(torch.nn.functional.cross_entropy(logits, window[1:]).item())
+    return found
 
 
 def main(order: dict[str, Any]) -> None:
@@ -77,8 +76,9 @@ def main(order: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(order["model"])
     with open(order["text"], encoding="utf-8", newline="") as file:
         ids = tokenizer(file.read(), add_special_tokens=False).input_ids
-    result = perplexity(model, ids, order["context"], order["windows"], order["prefix"])
-    print(json.dumps({"perplexity": result, "processor_seconds": seconds}))
+    found = losses(model, ids, order["context"], order["windows"], order["prefix"])
+    perplexity = math.exp(sum(found) / len(found))
+    print(json.dumps({"perplexity": perplexity, "losses": found, "processor_seconds": seconds}))
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ REACH = 16.0
 DAMPING = 0.01
 """Of the second moments of queries: so much of their mean is added to each dim."""
 
+FEEDBACK_BYTES = 128 << 20
+"""The most that ``key_feedback`` may take in all slots together: heads * dim^2 float32 each. What measures it takes
+twice as much, and its time grows alike. (A 13B model with a head of keys for each of its 40 heads: 105 MB. Heads of the
+hundreds that latent attention has, with 192 dims: 19 MB for a layer, over 1 GB in all.)"""
+
 EXPONENTS, FED_BACK_EXPONENTS = (0.5, 0.5), (0.15, 0.75)
 """Powers of what queries and keys have in a dim, by which scales go; see ``_scale``."""
 
@@ -116,7 +121,7 @@ def centre(
         )
         return Centred(graph, {"calibration": None}, {"centred": False})
     tokens = calibration.tokens[:: max(1, len(calibration.tokens) // SAMPLES)][:SAMPLES]
-    feeds_back = kv_dtype == "float8_e4m3"
+    feeds_back = kv_dtype == "float8_e4m3" and _has_room(list(graph.kv_slots.values()), progress)
     measured = _measure(graph, _spread(tokens, longest), feeds_back, thread_count(), folder, progress)
     views: dict[int, dict[str, View]] = {}
     weights: dict[str, Tensor] = dict(graph.weights)
@@ -131,8 +136,19 @@ def centre(
     return Centred(
         replace(graph, steps=steps, weights=weights),
         {"calibration": describe(calibration, settings), "isa": kernels.best_isa()},
-        {"centred": True, "tokens": int(tokens.size), "slots": slots},
+        {"centred": True, "fed_back": feeds_back, "tokens": int(tokens.size), "slots": slots},
     )
+
+
+def _has_room(slots: Sequence[KvSlot], progress: Progress) -> bool:
+    """Whether the feedback of errors is within its bound; says so if it is not."""
+    size = sum(4 * slot.kv_heads * slot.key_dim**2 for slot in slots)
+    if size > FEEDBACK_BYTES:
+        progress.note(
+            f"keys are rounded to nearest, without feedback of errors: it would take {size / 1e6:.0f} MB for the "
+            f"heads of this model, and {FEEDBACK_BYTES / 1e6:.0f} MB is the most"
+        )
+    return size <= FEEDBACK_BYTES
 
 
 def _with_constants(step: LoweredStep, views: Mapping[int, Mapping[str, View]]) -> LoweredStep:

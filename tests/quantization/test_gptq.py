@@ -4,7 +4,8 @@ from quantized_layers import Layer, layer
 
 from llmc.errors import CompileError
 from llmc.quantization.base import LayerInputs, parse_method
-from llmc.quantization.gptq import factorize
+from llmc.quantization.descent import Curvature
+from llmc.quantization.gptq import factorize, shrinkage
 
 SCHEMES = ["", "group=64", "group=32,sym=false", "group=0", "group=256", "bits=8,group=0", "bits=8,group=32,sym=false"]
 
@@ -16,7 +17,9 @@ def test_is_better_than_rounding_to_nearest_on_correlated_inputs(options: str) -
     assert case.error(parse_method(f"gptq:{options}")) < 0.5 * nearest
 
 
-@pytest.mark.parametrize("options", ["act_order=false", "clip=false", "damping=0.1", "act_order=false,clip=false"])
+@pytest.mark.parametrize(
+    "options", ["act_order=false", "clip=false", "damping=0.1", "act_order=false,clip=false", "alike=0", "refine=0"]
+)
 def test_options_are_heard(options: str) -> None:
     case = layer()
     error, default = case.error(parse_method(f"gptq:group=64,{options}")), case.error(parse_method("gptq:group=64"))
@@ -37,7 +40,7 @@ def test_any_number_of_columns_and_one_row(columns: int, act_order: str) -> None
 def test_uncorrelated_inputs_of_one_size_are_rounded_to_nearest() -> None:
     case = layer(columns=128)
     inputs = LayerInputs(9, *(np.ones(128, np.float32),) * 2, case.rows[:9], np.eye(128, dtype=np.float32))
-    quantized, _ = parse_method("gptq:clip=false").quantize(case.weight, inputs)
+    quantized, _ = parse_method("gptq:clip=false,refine=0").quantize(case.weight, inputs)
     nearest, _ = parse_method("rtn").quantize(case.weight)
     assert np.array_equal(quantized.codes, nearest.codes)
 
@@ -48,7 +51,9 @@ def test_is_the_rule_of_the_paper() -> None:
     hessian = case.inputs().hessian.astype(np.float64)
     hessian += 0.01 * np.diagonal(hessian).mean() * np.eye(160)
     upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
-    quantized, _ = parse_method("gptq:group=32,act_order=false,clip=false").quantize(case.weight, case.inputs())
+    quantized, _ = parse_method("gptq:group=32,act_order=false,clip=false,refine=0,alike=0").quantize(
+        case.weight, case.inputs()
+    )
     scale = np.repeat(quantized.scale, 32, axis=1)
     weight = case.weight.astype(np.float64)
     codes = np.empty_like(weight)
@@ -62,7 +67,7 @@ def test_is_the_rule_of_the_paper() -> None:
 def test_dead_columns_are_rounded_to_nearest() -> None:
     case = layer(columns=128)
     case.rows[:, 40:50] = 0
-    quantized, notes = parse_method("gptq:clip=false").quantize(case.weight, case.inputs())
+    quantized, notes = parse_method("gptq:clip=false,refine=0").quantize(case.weight, case.inputs())
     nearest, _ = parse_method("rtn").quantize(case.weight)
     assert notes["dead_columns"] == 10
     assert np.array_equal(quantized.codes[:, 40:50], nearest.codes[:, 40:50])
@@ -71,7 +76,7 @@ def test_dead_columns_are_rounded_to_nearest() -> None:
 def test_inputs_that_are_all_zero() -> None:
     case = layer(columns=128)
     case.rows[:] = 0
-    quantized, notes = parse_method("gptq:clip=false").quantize(case.weight, case.inputs())
+    quantized, notes = parse_method("gptq:clip=false,refine=0").quantize(case.weight, case.inputs())
     assert notes["dead_columns"] == 128
     assert np.array_equal(quantized.codes, parse_method("rtn").quantize(case.weight)[0].codes)
 
@@ -85,11 +90,54 @@ def test_an_expert_that_no_token_reached_is_rounded_and_noted() -> None:
         assert np.array_equal(quantized.codes, parse_method("rtn").quantize(case.weight)[0].codes)
 
 
-def test_fewer_tokens_than_columns_will_do() -> None:
-    case = layer()
-    few = Layer(case.weight, case.rows[:20])
-    quantized, _ = parse_method("gptq:group=64").quantize(case.weight, few.inputs())
-    assert few.error_of(quantized.dequantize()) < 0.1 * few.error(parse_method("rtn:group=64"))
+def crowded(tokens: int, alike: int) -> Layer:
+    """More columns than a few of the inputs tell of; each of them comes so many times, hardly changed."""
+    rng = np.random.default_rng(1)
+    case = layer(columns=256, tokens=tokens, spread=0.5)
+    rows = np.repeat(rng.normal(size=(tokens // alike, 256)), alike, axis=0) + 0.1 * rng.normal(size=(tokens, 256))
+    return Layer(case.weight, rows.astype(np.float32))
+
+
+def test_a_few_tokens_are_not_learned_by_heart() -> None:
+    """Where they tell nothing, what is learned from them is wrong for others."""
+    few = crowded(512, 4)
+    others, errors = Layer(few.weight, crowded(2048, 1).rows), []
+    for options in ("", ",alike=0"):
+        quantized, notes = parse_method(f"gptq:group=64{options}").quantize(few.weight, few.inputs())
+        errors.append(others.error_of(quantized.dequantize()))
+    assert errors[0] < 0.8 * errors[1]
+    assert notes["shrunk"] == 0
+
+
+def test_how_far_a_hessian_is_shrunk() -> None:
+    """Much if tokens are few for it, little if they are many or their inputs go together."""
+
+    def share(case: Layer, tokens: int, alike: float = 1.0) -> float:
+        rows = case.rows[:tokens]
+        return shrinkage(rows.T @ rows / np.float32(tokens), rows, tokens, alike)
+
+    unrelated, related = crowded(2048, 1), layer(columns=256, tokens=2048)
+    assert share(unrelated, 2048) > 0.4
+    assert share(related, 20) > share(related, 200) > share(related, 2000) > 0
+    assert share(related, 2000) < 0.05 < share(related, 2000, 8.0) < 0.4
+    assert share(related, 1) == 1
+    assert share(related, 200, 0.0) == 0
+    assert shrinkage(np.eye(4), np.ones((3, 4), np.float32), 3, 8.0) == 0
+
+
+def test_a_shrunken_hessian_keeps_its_diagonal() -> None:
+    hessian = layer(columns=40).inputs().hessian
+    curvature = Curvature(hessian, 0.25, 0.01)
+    wanted = 0.75 * hessian + 0.25 * np.diag(np.diagonal(hessian)) + 0.01 * np.diagonal(hessian).mean() * np.eye(40)
+    assert np.allclose(curvature.square(8, 32), wanted[8:32, 8:32], rtol=1e-5)
+    values = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+    assert np.allclose(curvature.slopes(8, 32, values), (wanted @ values)[8:32], rtol=1e-3, atol=1e-3)
+    assert np.allclose(curvature.bends(8, 32, values[8:32]), wanted[8:32, 8:32] @ values[8:32], rtol=1e-3, atol=1e-3)
+    carried, damping = factorize(hessian, np.arange(40), 0.01, "layer", 0.25)
+    inverse = np.linalg.inv(carried.astype(np.float64))
+    squares = inverse @ wanted @ inverse.T
+    assert damping == 0.01
+    assert np.allclose(squares, np.diag(np.diagonal(squares)), atol=1e-4 * np.abs(squares).max())
 
 
 def test_damping_is_raised_until_the_hessian_is_positive_definite() -> None:

@@ -44,8 +44,8 @@ def test_mth_31_one_group_per_channel(group: str) -> None:
         ("rtn:bits=5", "bits=5: expected one of 4, 8"),
         ("rtn:bits=four", "expected a whole number"),
         ("rtn:bits=4.5", "expected a whole number"),
-        ("rtn:group=17", "expected a multiple of 16 up to 256"),
-        ("rtn:group=512", "expected a multiple of 16 up to 256"),
+        ("rtn:group=17", "^--quant rtn: group=17: expected a multiple of 16 up to 256"),
+        ("int4:group=512", "^--quant rtn: group=512: expected a multiple of 16 up to 256"),
         ("rtn:group=-2", "expected a multiple of 16 up to 256"),
         ("rtn:sym=perhaps", "expected true or false"),
         ("rtn:sym", "expected option=value, got 'sym'"),
@@ -54,7 +54,7 @@ def test_mth_31_one_group_per_channel(group: str) -> None:
         ("rtn:sym=true,", "expected option=value"),
         ("RTN", "unknown method"),
         ("smoothquant:alpha=0.3", "alpha=0.3: is searched; give search=false"),
-        ("awq:grid=0,duo=false", "duo=false: there are no scales with grid=0"),
+        ("awq:grid=0,duo=false", "^--quant awq: duo=false: there are no scales with grid=0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, complaint: str) -> None:

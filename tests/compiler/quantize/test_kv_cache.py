@@ -17,6 +17,7 @@ from transformers import Gemma2Config, GptOssConfig, Qwen2Config
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
+from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
 from llmc.errors import CompileError
 from llmc.runtime.batch import Batch
@@ -34,6 +35,15 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def biased(folder: Path, config: Any) -> Path:
@@ -90,6 +100,23 @@ def test_a_constant_part_of_the_keys_costs_nothing(tmp_path: Path) -> None:
     assert (np.triu(feedback) == feedback).all() and (np.diagonal(feedback, axis1=1, axis2=2) == 1).all()
     assert report["kv_cache"]["tokens"] >= 256
     assert all(slot["key_mean_share"] > 0.5 for slot in report["kv_cache"]["slots"])
+
+
+def test_feedback_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots of two heads of 16 dims: 4096 bytes. Without it keys are centred all the same, and it is said."""
+    model = biased(tmp_path / "model", Qwen2Config(**SIZES))
+    calib = str(token_file(tmp_path / "calib.jsonl", vocabulary=VOCABULARY))
+    expected = built(model, tmp_path / "float", "float32")
+    plain = error(built(model, tmp_path / "plain", "float8_e4m3"), expected)
+    for bound, fed_back in ((4096, True), (4095, False)):
+        monkeypatch.setattr("llmc.compiler.quantize.kv_cache.FEEDBACK_BYTES", bound)
+        config = BuildConfig(dtype="float32", kv_dtype="float8_e4m3", calib=calib, calib_length=64)
+        notes, engine = Notes(), tmp_path / str(bound)
+        build_engine(model, engine, config, progress=notes)
+        assert any("keys are rounded to nearest" in note for note in notes.notes) is not fed_back
+        assert ("kv_cache.1.key_feedback" in describe(load_engine(engine))["weights"]) is fed_back
+        assert json.loads((engine / "report.json").read_text())["kv_cache"]["fed_back"] is fed_back
+        assert error(logits(engine), expected) < plain
 
 
 def test_a_rebuild_measures_the_same_or_is_refused(tmp_path: Path) -> None:
