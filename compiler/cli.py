@@ -53,7 +53,7 @@ QUALITY = (
     default="auto",
     show_default=True,
     metavar="TREE",
-    help="Guesses that are tried: auto (measured on what a chat model answers, or --calib), chain:N, a .json of paths.",
+    help="Guesses that are tried: auto (measured on the calibration text), chain:N, or a .json file of paths.",
 )
 @click.option(
     "--medusa-cost",

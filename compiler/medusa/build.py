@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, add_part, to_json, write_manifest
 from llmc.compiler.lower import LoweredGraph
-from llmc.compiler.medusa.collect import Features, hidden_rows, make_prompts
+from llmc.compiler.medusa.collect import Features, hidden_rows
 from llmc.compiler.medusa.heads import TOKENS, Heads, count_heads, read_heads
 from llmc.compiler.medusa.lowering import describe, lower_heads, output_factors, output_step
-from llmc.compiler.medusa.settings import HeadTraining
 from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
@@ -24,7 +23,7 @@ from llmc.compiler.quantize.build import describe as describe_text
 from llmc.compiler.staging import Staging
 from llmc.errors import CompileError, UsageError
 from llmc.plugins import kernels
-from llmc.quantization.calibration import BUILT_IN, Calibration
+from llmc.quantization.calibration import Calibration
 from llmc.runtime import strict
 from llmc.runtime.batch import Batch, EmbeddingExecutor
 from llmc.runtime.heads import PLAN, TOKEN_IDS, TREE, WEIGHTS, HeadTree
@@ -37,14 +36,8 @@ if TYPE_CHECKING:
     from llmc.quantization.base import Method
     from llmc.runtime.lora import Linears
 
-TEXTS, PROMPT, ANSWER = 32, 64, 128
-"""What acceptance is measured on: so many prompts are answered greedily; of a calibration, how its windows begin."""
-
-CHAT_CONTEXT = 512
-"""The least context of an engine that ours are for."""
-
-OTHER_PROMPTS = 1
-"""The seed of ours for that, since heads may have learnt from those of seed 0."""
+TEXTS, PROMPT, ANSWER = 16, 64, 128
+"""What acceptance is measured on: so many windows of the calibration begin so, and are continued greedily."""
 
 VOCABULARY = 8192
 """Tokens that heads choose from, if they know which are frequent: few more would be right, and all take far longer."""
@@ -209,7 +202,8 @@ def _chosen(
     }
     if wanted.tree is not None:
         return section | {"tree": strict.dump(wanted.tree)}
-    ranks, prompts = _ranks(engine, config, text, progress)
+    calibration = text()
+    ranks = _ranks(engine, calibration.tokens, progress)
     choice = choose(ranks, cost, round(share * step_cost(cost, len(wanted.heads.heads)), 4))
     if choice.speedup <= 1:
         progress.note(
@@ -220,19 +214,13 @@ def _chosen(
     return section | {
         "tree": strict.dump(choice.tree),
         "expected": expected,
-        "calibration": prompts,
+        "calibration": describe_text(calibration, config.calibration),
         "isa": kernels.best_isa(),
     }
 
 
-def _ranks(
-    engine: Path, config: BuildConfig, text: Callable[[], Calibration], progress: Progress
-) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Which candidate of each head was right, [places, heads], in what the engine itself writes; and what it was asked.
-
-    A model for chats answers prompts of ours, unless there is a calibration text: heads are right more often in answers
-    than in text that goes on somewhere.
-    """
+def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDArray[np.int64]:
+    """Which candidate of each head was right, [places, heads], in what the engine itself writes."""
     from llmc.runtime.speculative.medusa import HeadRunner
 
     llm = LLM(engine, prefix_cache=False)
@@ -242,25 +230,15 @@ def _ranks(
             raise UsageError("LLMC_REFERENCE=1 runs no heads; leave it away, or give a tree")
         runner = HeadRunner(llm.engine)
         context = llm.engine.limits.max_seq_len
-        is_chat = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
-        answers = is_chat and config.calibration.source == BUILT_IN and context >= CHAT_CONTEXT
-        if answers:
-            settings = HeadTraining(texts=TEXTS, length=context, seed=OTHER_PROMPTS)
-            prompts = make_prompts(settings, llm.tokenizer, llm.vocab_size)
-            asked: dict[str, Any] = {"source": "prompts", "samples": TEXTS, "seed": OTHER_PROMPTS}
-        else:
-            calibration = text()
-            length = max(1, min(PROMPT, calibration.tokens.shape[1], context // 2))
-            prompts = [list(map(int, window[:length])) for window in calibration.tokens[:TEXTS]]
-            asked = describe_text(calibration, config.calibration)
+        length = max(1, min(PROMPT, windows.shape[1], context // 2))
+        prompts = [list(map(int, window[:length])) for window in windows[:TEXTS]]
         progress.step("measuring Medusa heads", len(prompts), "texts")
-        most = min(ANSWER, context - max(map(len, prompts)))
-        params = SamplingParams(max_tokens=most, ignore_eos=not answers)
+        params = SamplingParams(max_tokens=min(ANSWER, context - length), ignore_eos=True)
         results = llm.generate(prompts, params)
         found = []
         for prompt, result in zip(prompts, results, strict=True):
             answer = list(result.token_ids)
-            rows = np.concatenate(list(hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], len(prompt) - 1)))
+            rows = np.concatenate(list(hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], length - 1)))
             tokens = np.array(answer, np.int32)
             targets = Features(rows, tokens, np.zeros(len(answer), np.int32)).targets(runner.tree.heads)
             right = runner.best(rows, RANKS) == targets.T[:, :, None]
@@ -272,7 +250,7 @@ def _ranks(
     places = np.concatenate(found)
     if not len(places):
         raise CompileError("--medusa-tree auto: the engine is too short to try heads; give a tree, such as chain:1")
-    return places, asked
+    return places
 
 
 def _measured_cost(engine: Path, progress: Progress) -> Cost:
