@@ -80,7 +80,6 @@ PROMISES = {
     "R6 what never fits is refused, what runs out ends": [
         f"{SERVER}request_fields.py::test_api_22_longer_than_the_context",
         f"{SERVER}request_fields.py::test_api_29_a_pool_that_is_smaller_than_the_model",
-        "runtime/speculative/test_eagle.py::test_who_finds_no_memory_gets_no_drafts",
     ],
     "R7 aborts free everything": [
         f"{SERVER}engine_loop.py::test_aborts_at_any_moment_free_everything",
