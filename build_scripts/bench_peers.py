@@ -37,7 +37,8 @@ class Worker:
 
     def __init__(self, kind: kinds.Kind, python: Path, model: Path, threads: int, vocabulary: int) -> None:
         self.name, self.model, self.vocabulary = kind.name, model, vocabulary
-        self.command = [str(python), "-m", f"peers.{kind.script}", str(model), str(threads)]
+        # -P: in a clone's root, llmc/ is not the package that is installed
+        self.command = [str(python), "-P", "-m", f"peers.{kind.script}", str(model), str(threads)]
         self.process: subprocess.Popen[str] | None = None
 
     def measure(self, workload: str) -> float:
