@@ -1,7 +1,8 @@
 """AWQ: columns whose inputs are large are scaled up before rounding, and their inputs down, where that helps.
 
 https://arxiv.org/abs/2306.00978. The factors are s = mean|x|^r / mean|w|^(1 - r), with the r of a grid that makes the
-least error of the outputs on the sampled rows; then the span of each group is searched in the same sense.
+least error of the outputs on the sampled rows; then the span of each group is searched in the same sense, and codes and
+scales go through rounds of coordinate descent, which the paper does not have.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from llmc.errors import UsageError
 from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, Statistics, check_finite
+from llmc.quantization.descent import ALIKE, DAMPING, ROWS_BYTES, Curvature, descend, shrinkage
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import option
 from llmc.quantization.rounding import (
@@ -21,6 +23,7 @@ from llmc.quantization.rounding import (
     IntegerMethod,
     fit,
     join_groups,
+    join_rows,
     round_to_nearest,
     shares,
     split_groups,
@@ -43,11 +46,17 @@ class Awq(IntegerMethod):
     grid: int = option(20, "exponents that are tried for the scales; 0: no scales", low=0, high=100)
     duo: bool = option(True, "scales depend on the weights too, not on the inputs only")
     clip: bool = option(True, "search the span of each group that makes the least error of its outputs")
+    refine: int = option(2, "rounds of coordinate descent on codes and scales after that", low=0, high=100)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.grid or self.duo):
             raise UsageError("--quant awq: duo=false: there are no scales with grid=0; leave one of them away")
+
+    @property
+    def row_block(self) -> int | None:
+        """See Method: all rows at once if the Hessian is made, which is done for each piece."""
+        return None if self.refine else super().row_block
 
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None
@@ -73,12 +82,28 @@ class Awq(IntegerMethod):
 
     def round_weight(self, weight: FloatArray, inputs: LayerInputs | None, name: str) -> tuple[Quantized, Notes]:
         """Codes of a weight [N, K] whose columns are scaled already."""
-        if inputs is None or not self.clip:
+        if inputs is None or not (self.clip or self.refine):
             return round_to_nearest(weight, self.weights), {}
-        group = self.weights.group
+        scheme, step = self.weights, max(1, ROWS_BYTES // (4 * weight.shape[1]))
+        clips, parts = [], []
         with single_threaded():
-            clip = self._search_clip(split_groups(weight, group), split_groups(inputs.rows, group))
-        return round_to_nearest(weight, self.weights, clip), {"mean_clip": float(np.abs(clip).mean())}
+            rows, curvature = split_groups(inputs.rows, scheme.group), self._curvature(inputs.rows)
+            for start in range(0, len(weight), step):
+                part = weight[start : start + step]
+                groups = split_groups(part, scheme.group)
+                clips.append(self._search_clip(groups, rows) if self.clip else np.ones(groups.shape[:-1], np.float32))
+                grid = fit(groups, scheme, clips[-1])
+                codes = join_groups(to_codes(groups, grid, self.bits), weight.shape[1])
+                parts.append(descend(part, codes, grid, scheme, curvature, self.refine))
+        return join_rows(parts), {"mean_clip": float(np.abs(np.concatenate(clips)).mean())}
+
+    def _curvature(self, rows: FloatArray) -> Curvature | None:
+        """The Hessian of the sampled rows [n, K], if rounds of descent need it."""
+        if not self.refine:
+            return None
+        hessian = rows.T @ rows
+        hessian /= np.float32(len(rows))
+        return Curvature(hessian, shrinkage(hessian, rows, len(rows), ALIKE), DAMPING)
 
     def _weight_means(self, weight: FloatArray) -> FloatArray:
         """The mean [K] over rows of |w| as a share of the largest of its group."""

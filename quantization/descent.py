@@ -13,11 +13,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmc.quantization.base import FloatArray
-from llmc.quantization.rounding import Grid, round_scale
+from llmc.quantization.base import FloatArray, Quantized, Scheme
+from llmc.quantization.rounding import Grid, round_scale, split_groups, to_quantized
 
 BLOCK = 128
-"""Columns whose products with the Hessian are made at once."""
+"""Columns of the Hessian, or of its factor, that are worked on at once."""
+
+ROWS_BYTES = 32 << 20
+"""Of a weight in float32, that are rounded at a time: what that takes is a multiple of them."""
+
+ALIKE = 8.0
+"""Tokens that count as one where few are not to be trusted."""
+
+DAMPING = 0.01
+"""Share of the mean of the Hessian's diagonal that is added to it."""
 
 
 class Curvature:
@@ -51,6 +60,18 @@ class Curvature:
         found *= self._kept
         found += self._alone[begin:end, None] * own
         return found
+
+
+def descend(
+    weight: FloatArray, codes: FloatArray, grid: Grid, scheme: Scheme, curvature: Curvature | None, rounds: int
+) -> Quantized:
+    """A weight [N, K] whose codes [N, K] and scales went through so many rounds, which need the curvature."""
+    if curvature is not None and rounds:
+        descent = Descent(weight, codes, grid, group=scheme.group, curvature=curvature, bits=scheme.bits)
+        for _ in range(rounds):
+            descent.round()
+        codes, grid = descent.result()
+    return to_quantized(split_groups(codes, scheme.group), grid, scheme, weight.shape[1])
 
 
 class Descent:
@@ -123,3 +144,31 @@ class Descent:
         moved = np.where(steps.any(0), moved, scale)  # a group of zeros keeps what it has
         self._errors[begin:end] += steps * (moved - scale)
         self._scale[number] = moved
+
+
+def shrinkage(hessian: npt.NDArray[Any], rows: FloatArray, tokens: int, alike: float) -> float:
+    """The share of a Hessian that its diagonal should take the place of, since few tokens tell little of the rest.
+
+    That of Schaefer and Strimmer (https://doi.org/10.2202/1544-6115.1175), for inputs of mean square 1: the variance of
+    the means of products of two of them, over the sum of the squares of those means. Tokens of a text are not
+    independent, and other text differs: ``alike`` of them count as one. ``rows``: a sample of the ``tokens``.
+
+    (SmolLM2-135M, int4 in groups of 64, the squared error of outputs on other text: with 8 for ``alike``, 8192 tokens,
+    down_proj of layer 7 is drawn by 0.36 and errs 16 % less, three others of layers 1 and 7 0 to 4 %; with 512 tokens
+    52 % and 31 to 52 %. With 4 or 16 it is about the same.)
+    """
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    inverse = np.divide(1, np.sqrt(diagonal), out=np.zeros_like(diagonal), where=diagonal > 0)
+    fourth, squares = 0.0, 0.0
+    for start in range(0, len(rows), BLOCK):
+        x = np.square(rows[start : start + BLOCK] * inverse)
+        fourth += float(np.square(x.sum(1)).sum() - np.square(x).sum())
+    for start in range(0, len(inverse), BLOCK):
+        block = hessian[start : start + BLOCK] * inverse * inverse[start : start + BLOCK, None]
+        squares += float(np.square(block).sum() - np.square(np.diagonal(block, start)).sum())
+    if squares <= 0:
+        return 0.0
+    if tokens < 2:
+        return 1.0
+    odds = alike * max(fourth / len(rows) - squares, 0.0) / (squares * (tokens - 1))
+    return odds / (1 + odds)

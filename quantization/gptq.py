@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from llmc.errors import CompileError
 from llmc.quantization.base import FloatArray, LayerInputs, Notes, Quantized, Statistics
-from llmc.quantization.descent import Curvature, Descent
+from llmc.quantization.descent import ALIKE, BLOCK, DAMPING, ROWS_BYTES, Curvature, descend, shrinkage
 from llmc.quantization.deterministic import single_threaded
 from llmc.quantization.options import option
 from llmc.quantization.rounding import (
@@ -26,16 +26,9 @@ from llmc.quantization.rounding import (
     round_to_nearest,
     search_clip,
     split_groups,
-    to_quantized,
 )
 
 _MOST_DAMPING = 1e3
-
-BLOCK = 128
-"""Columns whose errors are carried on to the rest at once, and of the Hessian's factor that are made at once."""
-
-ROWS_BYTES = 32 << 20
-"""Of a weight in float32, that are rounded at a time: what that takes is a multiple of them."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +40,9 @@ class Gptq(IntegerMethod):
     sequential: ClassVar[bool] = True
 
     act_order: bool = option(True, "columns with the largest inputs first; their groups stay as they are (static)")
-    damping: float = option(0.01, "share of the mean diagonal added to that of the Hessian", low=1e-6, high=1.0)
+    damping: float = option(DAMPING, "share of the mean diagonal added to that of the Hessian", low=1e-6, high=1.0)
     alike: float = option(
-        8.0, "tokens that count as one where few are not to be trusted; 0: all are", low=0.0, high=1e3
+        ALIKE, "tokens that count as one where few are not to be trusted; 0: all are", low=0.0, high=1e3
     )
     clip: bool = option(True, "search the span of each group")
     refine: int = option(2, "rounds of coordinate descent on codes and scales after that", low=0, high=100)
@@ -85,15 +78,9 @@ class Gptq(IntegerMethod):
         order: npt.NDArray[np.int64],
     ) -> Quantized:
         """Some rows: what becomes of a row does not depend on others."""
-        group = self.weights.group
-        grid = self._grids(split_groups(weight, group), curvature.diagonal)
+        grid = self._grids(split_groups(weight, self.weights.group), curvature.diagonal)
         codes = self._round(weight, grid, carried, order)
-        if self.refine:
-            descent = Descent(weight, codes, grid, group=group, curvature=curvature, bits=self.bits)
-            for _ in range(self.refine):
-                descent.round()
-            codes, grid = descent.result()
-        return to_quantized(split_groups(codes, group), grid, self.weights, weight.shape[1])
+        return descend(weight, codes, grid, self.weights, curvature, self.refine)
 
     def _grids(self, groups: FloatArray, diagonal: npt.NDArray[np.float64]) -> Grid:
         """The grids of all groups [N, G], chosen before any column is rounded."""
@@ -122,34 +109,6 @@ class Gptq(IntegerMethod):
         whole = np.empty_like(weight)
         whole[:, order] = codes.T
         return whole
-
-
-def shrinkage(hessian: npt.NDArray[Any], rows: FloatArray, tokens: int, alike: float) -> float:
-    """The share of a Hessian that its diagonal should take the place of, since few tokens tell little of the rest.
-
-    That of Schaefer and Strimmer (https://doi.org/10.2202/1544-6115.1175), for inputs of mean square 1: the variance of
-    the means of products of two of them, over the sum of the squares of those means. Tokens of a text are not
-    independent, and other text differs: ``alike`` of them count as one. ``rows``: a sample of the ``tokens``.
-
-    (SmolLM2-135M, int4 in groups of 64, the squared error of outputs on other text: with 8 for ``alike``, 8192 tokens,
-    down_proj of layer 7 is drawn by 0.36 and errs 16 % less, three others of layers 1 and 7 0 to 4 %; with 512 tokens
-    52 % and 31 to 52 %. With 4 or 16 it is about the same.)
-    """
-    diagonal = np.diagonal(hessian).astype(np.float64)
-    inverse = np.divide(1, np.sqrt(diagonal), out=np.zeros_like(diagonal), where=diagonal > 0)
-    fourth, squares = 0.0, 0.0
-    for start in range(0, len(rows), BLOCK):
-        x = np.square(rows[start : start + BLOCK] * inverse)
-        fourth += float(np.square(x.sum(1)).sum() - np.square(x).sum())
-    for start in range(0, len(inverse), BLOCK):
-        block = hessian[start : start + BLOCK] * inverse * inverse[start : start + BLOCK, None]
-        squares += float(np.square(block).sum() - np.square(np.diagonal(block, start)).sum())
-    if squares <= 0:
-        return 0.0
-    if tokens < 2:
-        return 1.0
-    odds = alike * max(fourth / len(rows) - squares, 0.0) / (squares * (tokens - 1))
-    return odds / (1 + odds)
 
 
 def factorize(

@@ -19,7 +19,7 @@ from llmc.compiler.weights import numpy_dtype
 from llmc.plugins.quantized_linear.packing import PANEL
 from llmc.quantization.base import Method, Statistics
 from llmc.quantization.calibration import MOST_SAMPLES, CalibrationSettings
-from llmc.quantization.gptq import BLOCK, ROWS_BYTES
+from llmc.quantization.descent import BLOCK, ROWS_BYTES
 from llmc.quantization.rounding import SEARCH_ROWS
 from llmc.quantization.statistics import SAMPLE
 
@@ -91,9 +91,10 @@ def _site_bytes(site: Site, method: Method) -> int:
         return COPIES * (PANEL_BYTES if method.row_block is not None else max(PANEL_BYTES, 4 * numbers))
     sampled = 4 * 4 * HELD_ROWS * columns
     if method.needs is Statistics.INPUTS:
-        outputs = 2 * 4 * SAMPLE * min(site.rows, PANEL_BYTES // (4 * columns) + PANEL)
+        piece, hessian = (PANEL_BYTES, 0) if method.row_block is not None else (ROWS_BYTES, 4 * columns**2)
+        outputs = 2 * 4 * SAMPLE * min(site.rows, piece // (4 * columns) + PANEL)
         kept = sampled if site.experts is None else max(GROUP_BYTES, sampled)
-        return kept + 5 * numbers + outputs + COPIES * max(PANEL_BYTES, 4 * SEARCH_ROWS * columns)
+        return kept + hessian + 6 * numbers + outputs + COPIES * max(piece, 4 * SEARCH_ROWS * columns)
     hessian = 4 * columns**2  # and twice as much for its factor
     kept = hessian if site.experts is None else max(GROUP_BYTES, hessian)
     return sampled + kept + 2 * hessian + 6 * numbers + COPIES * max(ROWS_BYTES, 4 * BLOCK * columns)

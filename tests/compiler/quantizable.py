@@ -33,6 +33,17 @@ from llmc.runtime.engine import Engine, Weight
 from llmc.runtime.manifest import KvCacheSpec, Manifest, ModelFacts
 
 
+class Notes(Progress):
+    """Keeps what a build notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
 def save_model(name: str, folder: Path) -> Path:
     """A random model of the coverage list."""
     config = (CONFIGS | MORE)[name]

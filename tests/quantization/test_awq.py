@@ -3,6 +3,7 @@ import pytest
 from quantized_layers import layer
 
 from llmc.errors import CompileError
+from llmc.quantization import awq
 from llmc.quantization.base import LayerInputs, Statistics, parse_method
 
 
@@ -17,12 +18,29 @@ def test_is_better_than_rounding_to_nearest(options: str) -> None:
 def test_scales_and_spans_help_each() -> None:
     case = layer(spread=1.5)
     errors = [
-        case.error(parse_method(f"awq:{o}group=64")) for o in ("grid=0,clip=false,", "grid=0,", "clip=false,", "")
+        case.error(parse_method(f"awq:{o}refine=0,group=64"))
+        for o in ("grid=0,clip=false,", "grid=0,", "clip=false,", "")
     ]
     assert errors[0] == pytest.approx(case.error(parse_method("rtn:group=64")))
     assert errors[1] < errors[0]
     assert errors[2] < errors[0]
     assert errors[3] < min(errors[:3])
+
+
+@pytest.mark.parametrize("options", ["group=64", "group=64,clip=false", "group=32,sym=false", "bits=8,group=0"])
+def test_each_round_of_descent_helps(options: str) -> None:
+    case = layer(spread=1.5)
+    errors = [case.error(parse_method(f"awq:{options},refine={rounds}")) for rounds in (0, 1, 2)]
+    assert errors[2] < errors[1] < 0.9 * errors[0]
+
+
+def test_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = layer(rows=70)
+    whole, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs(Statistics.INPUTS))
+    monkeypatch.setattr(awq, "ROWS_BYTES", 16 * 4 * case.weight.shape[1])
+    parts, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs(Statistics.INPUTS))
+    assert np.mean(whole.codes == parts.codes) > 0.99  # products of other shapes may differ in a last bit
+    assert np.allclose(whole.dequantize(), parts.dequantize(), atol=2 * float(np.abs(whole.scale).max()))
 
 
 @pytest.mark.parametrize("columns", [100, 172, 300])

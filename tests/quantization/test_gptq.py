@@ -4,8 +4,8 @@ from quantized_layers import Layer, layer
 
 from llmc.errors import CompileError
 from llmc.quantization.base import LayerInputs, parse_method
-from llmc.quantization.descent import Curvature
-from llmc.quantization.gptq import factorize, shrinkage
+from llmc.quantization.descent import Curvature, shrinkage
+from llmc.quantization.gptq import factorize
 
 SCHEMES = ["", "group=64", "group=32,sym=false", "group=0", "group=256", "bits=8,group=0", "bits=8,group=32,sym=false"]
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from packed import random_model
-from quantizable import token_file
+from quantizable import Notes, token_file
 from transformers import Gemma2Config, GptOssConfig, Qwen2Config
 
 from llmc.compiler.api import build_engine
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
-from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
 from llmc.errors import CompileError
 from llmc.runtime.batch import Batch
@@ -35,15 +34,6 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 def biased(folder: Path, config: Any) -> Path:

@@ -9,25 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from checkpoints import llama_arrays, write_llama, write_model
-from quantizable import token_file
+from quantizable import Notes, token_file
 
 from llmc.compiler import estimate
 from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
-from llmc.compiler.progress import Progress
 from llmc.compiler.quantize.work import work_path
 from llmc.errors import CheckpointError, ResourceError, UsageError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.mark.parametrize(

@@ -13,27 +13,17 @@ from typing import Any
 
 import pytest
 from checkpoints import write_llama
-from quantizable import compiled, quantize, save_model, token_file
+from quantizable import Notes, compiled, quantize, save_model, token_file
 from test_interrupted_builds import Builder
 
 from llmc.compiler.api import Compiled, build_engine
 from llmc.compiler.config import BuildConfig
-from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import apply, pack
 from llmc.errors import CompileError, ResourceError, UsageError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 LEFT = (".e.llmc-build", ".e.llmc-lock", ".e.llmc-quant")
-
-
-class Notes(Progress):
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
 
 
 @pytest.fixture(scope="module")

@@ -51,10 +51,20 @@ def peak(site: Site, method: Method, work: Work) -> int:
 
 @pytest.mark.parametrize(("rows", "columns"), [(1100, 256), (64, 1000)])
 @pytest.mark.parametrize(
-    "method", ["rtn", "fp8:scale=tensor", "gptq:group=64", "gptq:bits=8,sym=false", "awq:group=32", "smoothquant"]
+    "method",
+    [
+        "rtn",
+        "fp8:scale=tensor",
+        "gptq:group=64",
+        "gptq:bits=8,sym=false",
+        "awq:group=32",
+        "awq:refine=0",
+        "smoothquant",
+    ],
 )
 def test_a_weight(method: str, rows: int, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((pack, "PANEL_BYTES"), (gptq, "ROWS_BYTES"), (rounding, "SEARCH_ROWS"), (awq, "SEARCH_ROWS")):
+    of_pieces = ((pack, "PANEL_BYTES"), (gptq, "ROWS_BYTES"), (awq, "ROWS_BYTES"))
+    for module, name in (*of_pieces, (rounding, "SEARCH_ROWS")):
         small = BYTES if name.endswith("BYTES") else 64
         monkeypatch.setattr(module, name, small)
         monkeypatch.setattr(room, name, small)
