@@ -285,4 +285,5 @@ def _profile_table(name: str, found: dict[str, Any]) -> Table:
     if (steps := found["decodes"]) is not None:
         name = f"the same, {steps['sequences']} sequences that decode"
         table.add_row(name, f"{steps['outside']:.1%}", f"{steps['seconds'] * steps['outside'] * 1e6:.1f} us")
+    table.add_row("all", "", "", "", "", f"{found['of_roofline']:.0%}")
     return table

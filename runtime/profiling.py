@@ -118,13 +118,16 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """By op, the longest first; ``outside``: the share of scheduling, sampling and text, between runs.
 
-        ``decodes``: the same of steps without prompts, by medians, for the most sequences that so many steps had.
+        ``of_roofline``: the share of the time that the ops would take at the ceilings, each at most what it took.
+        ``decodes``: the share outside in steps without prompts, by medians, for the most sequences of enough steps.
         """
+        least = sum(min(total.seconds, total.least_seconds) for total in self.totals.values())
         seconds = max(1, self._inside + self._between) / 1e9
         ops = sorted(self.totals.items(), key=lambda item: -item[1].seconds)
         return {
             "seconds": seconds,
             "outside": self._between / 1e9 / seconds,
+            "of_roofline": least / seconds,
             "decodes": self._decodes.to_json(),
             "ops": {op: total.to_json(seconds) for op, total in ops},
         }
