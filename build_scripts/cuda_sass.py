@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests/cuda"
 HEADS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 KV = ("bfloat16", "float16", "float8_e4m3", "int8")
-FILES = ("small_ops", "products", "product_ops", "attention_cuda", "sampling_cuda")
+FILES = ("small_ops", "products", "product_ops", "attention_cuda", "sampling_cuda", "wgmma")
 
 
 def templates() -> set[str]:
@@ -61,7 +61,9 @@ def of_models(arch: str) -> dict[str, Any]:
     """Attention and products of the sizes that models have, as plans for a target ask for them; tests run few."""
     from sass import attention_instances, product_instances
 
-    made = [*attention_instances(HEADS, KV), *product_instances(int(arch.removeprefix("sm_")))]
+    from llmc.plugins.cuda import capability_of
+
+    made = [*attention_instances(HEADS, KV), *product_instances(capability_of(arch))]
     return {kernel.name: kernel for kernel in made}
 
 
@@ -70,9 +72,12 @@ def problems_of(kernel: Any, arch: str, folder: Path) -> list[str] | None:
     from sass import disassemble, problems
 
     from llmc.compiler.cuda.nvrtc import compile_kernels
+    from llmc.plugins.cuda import capability_of
 
-    ptx = compile_kernels([kernel], "compute_90")[kernel.name].decode()
-    if ".e4m3." in ptx and int(arch.removeprefix("sm_")) < 89:
+    if kernel.name.startswith("wgmma") and arch != "sm_90a":
+        return None
+    ptx = compile_kernels([kernel], "compute_90a")[kernel.name].decode()
+    if ".e4m3." in ptx and capability_of(arch) < 89:
         return None
     path = folder / f"{kernel.name}.{arch}.cubin"
     path.write_bytes(compile_kernels([kernel], arch)[kernel.name])

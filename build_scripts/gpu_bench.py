@@ -16,7 +16,7 @@ from attention_cuda import PLAIN, Pool, Rows
 from contract import call_of, launches_of
 from gpu import Gpu, arch_of, device
 
-from llmc.plugins.cuda import Launch
+from llmc.plugins.cuda import SM_90A, Launch
 from llmc.plugins.linear import cuda_packing as plain
 from llmc.plugins.quantized_linear import cuda_packing as quantized
 
@@ -136,7 +136,8 @@ class Bench:
         times: dict[tuple[str, int], float] = {}
         for rows in (1, 16, self.sizes.prompt):
             x = torch.randn(rows, k, dtype=torch.bfloat16, device=self.where)
-            for format in ("bf16", "int4"):
+            wide = ("bf16 wgmma", "int4 wgmma", "fp8 wgmma") if device().capability == 90 else ()
+            for format in ("bf16", "int4", *wide):
                 launches, size = self._product(format, rows, n, k)
                 product = self.compiled(lambda x, weight: x @ weight.T)
                 found = self._turns(self._replayed(launches), self._repeated(lambda p=product, x=x: p(x, weight)))
@@ -150,20 +151,23 @@ class Bench:
 
     def _product(self, format: str, rows: int, n: int, k: int) -> tuple[list[Launch], int]:
         """Launches that read other copies of a weight each time, and its bytes."""
+        capability = SM_90A if format.endswith(" wgmma") else device().capability
+        format = format.removesuffix(" wgmma")
         if format == "bf16":
             op, attributes, shape = "linear", {}, plain.layout(n, k).shape
             arrays: list[Any] = [self._numbers(*shape)]
         else:
-            op, attributes = "quantized_linear", {"format": format, "group": 32, "compute": "bfloat16", "x_group": 0}
-            shape = quantized.layout(format, 32, "bfloat16", 0, n, k, device().capability).shape
-            scale = (self.rng.random(quantized.scale_shape(n, k, 32)) / 100).astype(np.float16)
+            group, compute = (0, "fp8") if format == "fp8" else (32, "bfloat16")
+            op, attributes = "quantized_linear", {"format": format, "group": group, "compute": compute, "x_group": 0}
+            shape = quantized.layout(format, group, compute, 0, n, k, capability).shape
+            scale = (self.rng.random(quantized.scale_shape(n, k, group)) / 100).astype(np.float16)
             arrays = [self.rng.integers(0, 256, shape, np.uint8), scale]
         size = sum(array.nbytes for array in arrays)
         copies = [[self.gpu.tensor(a) for a in arrays] for _ in range(1 + CACHE_BYTES // size)]
         x, y = self.gpu.tensor(self._numbers(rows, k)), self.gpu.empty((rows, n), "bfloat16")
-        inputs = lambda i: (x, *copies[i % len(copies)], *([None, None] if format != "bf16" else [None]))  # noqa: E731
+        inputs = lambda i: (x, *copies[i % len(copies)], *([None, None] if op != "linear" else [None]))  # noqa: E731
         made = (
-            launches_of(op, call_of(self.gpu, inputs(i), (y,), attributes, capability=device().capability))
+            launches_of(op, call_of(self.gpu, inputs(i), (y,), attributes, capability=capability))
             for i in range(self.sizes.repeats)
         )
         return [launch for launches in made for launch in launches], size

@@ -32,6 +32,8 @@ CONTRACT = (
     "test_attention_cuda.py",
     "test_sampling_cuda.py",
 )
+HOPPER = ("test_wgmma.py",)
+"""Of kernels that run on compute capability 9.0 alone."""
 QUICK = ("test_small_ops.py", "test_attention_cuda.py::test_head_sizes", "test_products.py::test_linear")
 PARITY = (
     "test_executor.py::test_a_llama_gives_the_numbers_of_transformers",
@@ -45,7 +47,7 @@ SANITIZED = (
 )
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SECTIONS = ("contract", "parity", "sanitizer", "bench")
-FIGURES = 11
+FIGURES = 20  # 11 on GPUs that are no Hopper
 NO_GPU = 3
 LOST = 9  # of gpu.py: the process can't use the device any more
 MARK = "<!-- verified: written by build_scripts/gpu_check.py --record -->"
@@ -244,7 +246,8 @@ def check(
     }  # fmt: skip
     console = Console()
     with Progress(console=console) as progress:
-        wanted = list(tests or (QUICK if quick else CONTRACT)) if "contract" in sections else []
+        every = (*CONTRACT, *(HOPPER if device.capability == 90 else ()))
+        wanted = list(tests or (QUICK if quick else every)) if "contract" in sections else []
         wanted += PARITY[: 1 if quick else None] if "parity" in sections else []
         for result in run_tests(collect(wanted), workers, progress) if wanted else ():
             section = "parity" if any(name in result["test"] for name in PARITY) else "contract"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 Params = ctypes.Structure
@@ -24,6 +25,26 @@ _TYPES = {
     ctypes.c_uint32: "uint32_t",
     ctypes.c_float: "float",
 }
+
+
+SM_90A = 91
+"""What ``Call.capability`` is in engines for sm_90a: compute capability 9.0 with its own instructions (wgmma, TMA).
+
+No chip has compute capability 9.1. Only engines that are built for sm_90a by name have it.
+"""
+
+
+def capability_of(arch: str) -> int:
+    """What kernels for an architecture are chosen by: 90 for sm_90, `SM_90A` for sm_90a."""
+    return SM_90A if arch == "sm_90a" else int(arch.removeprefix("sm_"))
+
+
+@cache
+def params_type(name: str, pointers: str, longs: str, ints: str) -> Any:
+    """A struct of pointers, int64 and int32 fields, named in one string each."""
+    kinds = ((pointers, ctypes.c_void_p), (longs, ctypes.c_int64), (ints, ctypes.c_int32))
+    fields = [(field, kind) for names, kind in kinds for field in names.split()]
+    return type(name, (Params,), {"_fields_": fields})
 
 
 @dataclass(frozen=True)

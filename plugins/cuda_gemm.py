@@ -9,14 +9,13 @@ bfloat16 or float16 whatever ``compute`` of bfloat16 or float32 says, as they ne
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from llmc.errors import KernelError
-from llmc.plugins.cuda import Call, Kernel, Launch, Params, Tensor
+from llmc.plugins import cuda_wgmma
+from llmc.plugins.cuda import SM_90A, Call, Kernel, Launch, Tensor, params_type
 from llmc.plugins.cuda_packing import STEPS, Layout
 
 WAYS = 8
@@ -31,14 +30,6 @@ Y_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 ZEROS = {"": 0, "uint8": 1, "float32": 2}
 
 
-@cache
-def params_type(name: str, pointers: str, longs: str, ints: str) -> Any:
-    """A struct of pointers, int64 and int32 fields, named in one string each."""
-    kinds = ((pointers, ctypes.c_void_p), (longs, ctypes.c_int64), (ints, ctypes.c_int32))
-    fields = [(field, kind) for names, kind in kinds for field in names.split()]
-    return type(name, (Params,), {"_fields_": fields})
-
-
 GEMM = params_type(
     "GemmParams",
     "a w scale zero factor bias y tiles rows",
@@ -49,7 +40,7 @@ PREPARE = params_type(
     "PrepareParams",
     "x x_scale out factor",
     "x_stride",
-    "K columns group group_columns unit unit_columns units x_scales",
+    "M K columns group group_columns unit unit_columns units x_scales",
 )
 COMBINE = params_type("CombineParams", "part bias y", "split y_stride", "M N columns splits y_type")
 EXACT = params_type(
@@ -149,6 +140,14 @@ def inverse(steps: int, layout: Layout) -> int:
     if total >= 1 << 16:
         raise KernelError(f"a weight of {layout.columns} columns; CUDA kernels take up to {(1 << 16) * layout.step}")
     return 0 if steps > total else -(-(1 << 32) // steps)
+
+
+def group_inverse(weight: Weight) -> int:
+    """For the number of steps that share a scale."""
+    where = weight.layout
+    block = where.width // where.step
+    of_scale = block * (weight.group // where.block if weight.group and where.blocks > 1 else 1)
+    return inverse(of_scale, where) if weight.groups > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +265,12 @@ def product(
     if (where.columns > 1 and x.strides[1] != 1) or (y.shape[1] > 1 and y.strides[1] != 1):
         raise KernelError("the columns of x and y must be contiguous")
     kind = math_of(weight, x.dtype, call.capability)
-    splits, way_chunks = ways(where) if experts is None else (1, max(-(-where.chunks // WAYS), 1))
+    wide = call.capability == SM_90A and experts is None and kind != "F32" and cuda_wgmma.multiplies(weight)
+    if wide:
+        tile = cuda_wgmma.tile_rows(rows)
+        splits = cuda_wgmma.splits(rows, where)
+    else:
+        splits, way_chunks = ways(where) if experts is None else (1, max(-(-where.chunks // WAYS), 1))
     if kind == "F32":
         splits = 1
     target, y_split = y, 0
@@ -278,6 +282,12 @@ def product(
     bias = weight.bias if direct else 0
     if kind == "F32":
         made = [_exact(x, weight, target, bias, experts)]
+    elif wide:
+        a, made = _ready(call, x, weight, kind, x_scale, tile)
+        sums = {"bias": bias, "splits": splits, "y_split": y_split, "y_type": Y_TYPES[target.dtype]}
+        sums["group_inverse"] = group_inverse(weight)
+        rows_of_x = a.address, a.factor, x.shape[0]
+        made.append(cuda_wgmma.gemm(_weight_type(weight, kind), kind, rows_of_x, weight, target, **sums))
     else:
         a, made = _ready(call, x, weight, kind, x_scale)
         limits = shared_limits(call.capability)
@@ -303,16 +313,20 @@ class Ready:
     units: int = 0
 
 
-def _ready(call: Call, x: Tensor, weight: Weight, kind: str, x_scale: Tensor | None) -> tuple[Ready, list[Launch]]:
+def _ready(
+    call: Call, x: Tensor, weight: Weight, kind: str, x_scale: Tensor | None, tile: int = 0
+) -> tuple[Ready, list[Launch]]:
+    """``tile``: rows of a tile of wgmma; 0: rows stay rows."""
     where, rows = weight.layout, x.shape[0]
+    padded = -(-rows // tile) * tile if tile else rows
     rounds = weight.quantized and weight.compute in ("int8", "fp8")
     row_bytes = 2 * x.strides[0]
     aligned = x.address % 16 == 0 and (row_bytes % 16 == 0 or rows == 1) and where.columns % 8 == 0
-    if not rounds and TYPES[x.dtype] == kind and aligned and where.padded - where.columns < where.step:
+    if not tile and not rounds and TYPES[x.dtype] == kind and aligned and where.padded - where.columns < where.step:
         return Ready(x.address, row_bytes, 2 * where.columns, rows), []
     columns = where.chunks * STEPS * where.step
     wide = where.step == 16
-    out = call.scratch(max(rows * columns * (2 if wide else 1), 1))
+    out = call.scratch(max(padded * columns * (2 if wide else 1), 1))
     x_group = weight.x_group if 0 < weight.x_group < where.columns else 0
     units = -(-where.columns // x_group) if x_group and rounds else 1
     factor = call.scratch(rows * units * 4) if rounds else 0
@@ -324,9 +338,9 @@ def _ready(call: Call, x: Tensor, weight: Weight, kind: str, x_scale: Tensor | N
         how = f"Round16<{kind}>"
     short = how.lower().replace("<", "_").replace(">", "")
     kernel = Kernel(
-        f"prepare_{SHORT[TYPES[x.dtype]]}_{short}",
+        f"prepare_{SHORT[TYPES[x.dtype]]}_{short}{'_tiles' if tile else ''}",
         "csrc/cuda/gemm_rows.cuh",
-        f"prepare_rows<{TYPES[x.dtype]}, {how}>",
+        f"prepare_rows<{TYPES[x.dtype]}, {how}{', InTiles' if tile else ''}>",
         PREPARE,
         THREADS,
     )
@@ -337,6 +351,7 @@ def _ready(call: Call, x: Tensor, weight: Weight, kind: str, x_scale: Tensor | N
         out=out,
         factor=factor,
         x_stride=x.strides[0],
+        M=rows,
         K=where.columns,
         columns=columns,
         group=where.block if where.blocks > 1 else max(where.columns, 1),
@@ -347,7 +362,7 @@ def _ready(call: Call, x: Tensor, weight: Weight, kind: str, x_scale: Tensor | N
     )
     size = columns * (2 if wide else 1)
     ready = Ready(out, size, size, rows, factor, units if rounds else 0)
-    return ready, [Launch(kernel, params, (rows, units, 1), 128)]
+    return ready, [Launch(kernel, params, (padded, units, 1), 128)]
 
 
 def _gemm(
@@ -358,7 +373,6 @@ def _gemm(
     width = 4 if y.dtype == "float32" else 2
     even = where.rows % 2 == 0 and (y.strides[0] % 2 == 0 or y.shape[0] == 1) and y.address % (2 * width) == 0
     block = where.width // where.step
-    of_scale = block * (weight.group // where.block if weight.group and where.blocks > 1 else 1)
     weight_bytes, scale_bytes, zero_bytes = weight.expert_bytes
     params = GEMM(
         a=a.address,
@@ -376,7 +390,7 @@ def _gemm(
         w_expert=weight_bytes,
         scale_expert=scale_bytes,
         zero_expert=zero_bytes,
-        group_inverse=inverse(of_scale, where) if weight.groups > 1 else 0,
+        group_inverse=group_inverse(weight),
         block_inverse=inverse(block, where) if where.blocks > 1 else 0,
         M=a.rows,
         N=where.rows,

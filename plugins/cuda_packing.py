@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.plugins.cuda import SM_90A
+
 PANEL = 32
 STEPS = 4
 BITS = {"plain": 16, "int4": 4, "int8": 8, "fp8": 8}
 
-FP8_CAPABILITIES = (89, 120, 121)
-"""Chips whose mma multiplies E4M3 as it is; others convert to bfloat16."""
+FP8_CAPABILITIES = (89, SM_90A, 120, 121)
+"""What multiplies E4M3 as it is; others convert to bfloat16."""
 
 Array = NDArray[Any]
 

@@ -16,7 +16,7 @@ from llmc.compiler.lowering.values import Buffer, View
 from llmc.compiler.targets.base import Target
 from llmc.errors import CompileError, LlmcError, UsageError
 from llmc.plugins import cuda_sampling
-from llmc.plugins.cuda import Kernel
+from llmc.plugins.cuda import Kernel, capability_of
 from llmc.plugins.cuda import Tensor as DeviceTensor
 from llmc.plugins.lora import cuda as lora
 from llmc.plugins.paged_attention.cuda import KV_DTYPES
@@ -64,7 +64,7 @@ def cuda_model(
         CompileError: a step has no kernel; names it.
     """
     archs = targets.architectures(target.name)
-    capabilities = [int(arch.removeprefix("sm_")) for arch in archs]
+    capabilities = [capability_of(arch) for arch in archs]
     try:
         for step in steps.steps:
             launch_maker(step.op)

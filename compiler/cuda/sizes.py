@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from llmc.compiler.config import BLOCK_SIZE
+from llmc.plugins.cuda import capability_of
 from llmc.runtime.devices.cuda import memory
 from llmc.runtime.devices.cuda.memory import MemoryPlan
 from llmc.runtime.devices.cuda.program import aligned
@@ -36,7 +37,7 @@ def device_memory(compiled: Compiled) -> dict[str, Any]:
     arch, kernels = next(iter(compiled.cuda.kernels.items()))
     lowered, limits = compiled.cuda.lowered, Limits(**vars(compiled.limits))
     plan, spec = fuse_gates(lowered.plan), KvCacheSpec(compiled.kv_dtype, BLOCK_SIZE)
-    capability = int(arch.removeprefix("sm_"))
+    capability = capability_of(arch)
     stored = sum(aligned(weight.nbytes) for weight in lowered.weights.values())
     needs = memory.measure(plan, spec, limits, stored, KERNEL_BYTES * len(kernels), capability)
     drafts = {}
@@ -98,7 +99,7 @@ def memory_facts(
     return {
         "arch": arch,
         "plan": needs.to_json(),
-        "buckets": [asdict(size) for size in memory.bucket_sizes(plan, spec, limits, int(arch.removeprefix("sm_")))],
+        "buckets": [asdict(size) for size in memory.bucket_sizes(plan, spec, limits, capability_of(arch))],
         "kv_bytes_per_token": needs.block // needs.block_size,
         "max_seq_len": limits.max_seq_len,
         "fits": rooms,

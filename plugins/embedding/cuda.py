@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmc.errors import KernelError
-from llmc.plugins.cuda import Call, Kernel, Launch, Tensor
-from llmc.plugins.cuda_gemm import THREADS, TYPES, Y_TYPES, Weight, numbers_params, numbers_type, params_type
+from llmc.plugins.cuda import Call, Kernel, Launch, Tensor, params_type
+from llmc.plugins.cuda_gemm import THREADS, TYPES, Y_TYPES, Weight, numbers_params, numbers_type
 from llmc.plugins.cuda_packing import PANEL, Layout
 
 PARAMS = params_type(

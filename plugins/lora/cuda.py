@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmc.errors import KernelError
-from llmc.plugins.cuda import Call, Kernel, Launch
-from llmc.plugins.cuda_gemm import SHORT, THREADS, TYPES, Y_TYPES, params_type
+from llmc.plugins.cuda import Call, Kernel, Launch, params_type
+from llmc.plugins.cuda_gemm import SHORT, THREADS, TYPES, Y_TYPES
 
 COLUMNS = 1024
 PARAMS = params_type("LoraParams", "x base a b ranks adapters y", "x_stride base_stride y_stride", "K N rank y_type")

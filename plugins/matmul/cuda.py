@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmc.errors import KernelError
-from llmc.plugins.cuda import Call, Kernel, Launch, Tensor
-from llmc.plugins.cuda_gemm import SHORT, THREADS, TYPES, Y_TYPES, params_type
+from llmc.plugins.cuda import Call, Kernel, Launch, Tensor, params_type
+from llmc.plugins.cuda_gemm import SHORT, THREADS, TYPES, Y_TYPES
 
 TILE = 16
 PARAMS = params_type("MatmulParams", "a b y", "n1 a0 a1 am ak b0 b1 bk bn y0 y1 ym yn", "M N K y_type")

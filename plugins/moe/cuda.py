@@ -12,8 +12,8 @@ from typing import Any
 
 from llmc.errors import KernelError
 from llmc.plugins import cuda_gemm
-from llmc.plugins.cuda import Call, Kernel, Launch, Params, Tensor
-from llmc.plugins.cuda_gemm import THREADS, Experts, Weight, params_type
+from llmc.plugins.cuda import Call, Kernel, Launch, Params, Tensor, params_type
+from llmc.plugins.cuda_gemm import THREADS, Experts, Weight
 from llmc.plugins.linear import cuda as linear
 from llmc.plugins.quantized_linear import cuda as quantized_linear
 

@@ -18,11 +18,13 @@ from llmc.compiler import api
 from llmc.compiler.api import Compiled
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.cuda.build import kernels_of
+from llmc.plugins.cuda import capability_of
 from llmc.runtime.batch import Batch
 from llmc.runtime.devices import open_cuda
 from llmc.runtime.devices.cpu import CpuExecutor
 from llmc.runtime.devices.cuda.executor import CudaExecutor
 from llmc.runtime.devices.cuda.program import Bucket, tensor
+from llmc.runtime.devices.cuda.targets import choose
 from llmc.runtime.engine import Engine, load_engine
 from llmc.runtime.plan import Plan, Storage
 
@@ -48,7 +50,8 @@ def build_again(compiled: Compiled, engine: Path, **options: Any) -> Engine:
 @contextlib.contextmanager
 def gpu_for(engine: Engine) -> Iterator[ctypes.CDLL]:
     """The stand-in driver with the engine's kernels."""
-    kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, 90).values()
+    arch = choose(engine.path, engine.manifest, 90, "the stand-in driver")
+    kernels = kernels_of(engine.plan, engine.limits, engine.kv_cache, capability_of(arch)).values()
     with fake_gpu(kernels, mode="plain") as gpu:
         yield gpu
 

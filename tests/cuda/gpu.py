@@ -26,6 +26,7 @@ from llmc.runtime.devices.cuda.driver import CudaDevice
 
 MODE = "checked"
 """Of builds for the stand-in driver."""
+ONLY_SM_90A = ("csrc/cuda/gemm_wgmma.cuh",)
 launched: dict[str, str] = {}
 """The template of each kernel that the test has launched, by name."""
 
@@ -34,6 +35,15 @@ def arch_of(capability: int) -> str:
     """The newest target of NVRTC whose machine code a device runs."""
     fitting = [number for number in known_archs() if number // 10 == capability // 10 and number <= capability]
     return f"sm_{max(fitting, default=capability)}"
+
+
+def compiled(kernels: Iterable[Kernel], arch: str) -> dict[str, bytes]:
+    """Their machine code; for sm_90a of those that need it."""
+    parts: dict[str, list[Kernel]] = {}
+    for kernel in kernels:
+        parts.setdefault("sm_90a" if kernel.source in ONLY_SM_90A else arch, []).append(kernel)
+    made = [compile_kernels(part, target, folders=(PLUGINS, SIMT)) for target, part in parts.items()]
+    return {name: image for images in made for name, image in images.items()}
 
 
 def note(kernels: Iterable[Kernel]) -> None:
@@ -75,7 +85,7 @@ class OnGpu(CudaDevice):
         new = [kernel for name, kernel in kernels.items() if name not in self.names]
         if new:
             stand_in(new)
-            super().load(compile_kernels(new, arch_of(self.capability), folders=(PLUGINS, SIMT)))
+            super().load(compiled(new, arch_of(self.capability)))
             self.names |= {kernel.name for kernel in new}
 
     def free(self, address: int) -> None:
@@ -136,7 +146,7 @@ class Gpu(Emulator):
 
     def prepare(self, kernels: Iterable[Kernel]) -> None:
         """Compile kernels, several at a time."""
-        compile_kernels(kernels, arch_of(device().capability), folders=(PLUGINS, SIMT))
+        compiled(kernels, arch_of(device().capability))
 
     def launch(self, launch: Launch, *, order: int | None = None, seed: int | None = None) -> None:
         """Run a kernel to its end."""

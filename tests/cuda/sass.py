@@ -17,8 +17,8 @@ from typing import Any
 
 from emulator import Emulator
 
-from llmc.plugins import cuda_gemm, cuda_packing
-from llmc.plugins.cuda import Kernel, Launch
+from llmc.plugins import cuda_gemm, cuda_packing, cuda_wgmma
+from llmc.plugins.cuda import SM_90A, Kernel, Launch
 from llmc.plugins.paged_attention import cuda as attention
 
 REGISTERS = 65536
@@ -76,10 +76,20 @@ def product_instances(capability: int) -> Iterator[Kernel]:
         step = cuda_packing.step_of(format, compute, capability)
         layout = cuda_packing.Layout(4096, 4096, format, step, group)
         weight = cuda_gemm.Weight(layout, "bfloat16" if format == "plain" else "uint8", 0, compute, group)
+        if capability == SM_90A and cuda_wgmma.multiplies(weight):
+            yield from wide_instances(weight)
+            continue
         kind = cuda_gemm.math_of(weight, "bfloat16", capability)
         of = cuda_gemm._weight_type(weight, kind), kind, layout, weight.scale, weight.zeros
         for rows in (1, 32, 64, 4096):
             yield cuda_gemm.instance(*of, cuda_gemm.shape_for(rows, weight, limits), limits).kernel
+
+
+def wide_instances(weight: cuda_gemm.Weight) -> Iterator[Kernel]:
+    """Those of wgmma, a tile each."""
+    kind = cuda_gemm.math_of(weight, "bfloat16", SM_90A)
+    for rows in cuda_wgmma.TILES:
+        yield cuda_wgmma.instance(cuda_gemm._weight_type(weight, kind), kind, weight, rows)[0]
 
 
 @cache
@@ -112,8 +122,11 @@ def disassemble(cubin: Path) -> dict[str, Code]:
 
 def tensor_operations(ptx: str, arch: str) -> set[str]:
     """The instructions that the tensor-core instructions of PTX have to become on a target such as sm_90."""
-    number = int(arch.removeprefix("sm_"))
-    names = set()
+    number = int(arch.removeprefix("sm_").removesuffix("a"))
+    groups = {"bf16": "HGMMA", "f16": "HGMMA", "e4m3": "QGMMA", "s8": "IGMMA"}
+    names = {groups[kind] for kind in re.findall(r"wgmma\.mma_async\S*\.(bf16|f16|s8|e4m3)\b", ptx)}
+    if "cp.async.bulk" in ptx:
+        names.add("UBLKCP")
     for kind in set(re.findall(r"mma\.sync\S*\.(bf16|f16|s8|e4m3)\.(?:f32|s32)\b", ptx)):
         if kind == "e4m3":
             names.add("QMMA" if number in (89, 120, 121) else "HMMA")  # the others unpack bytes to halves

@@ -129,7 +129,7 @@ def test_people_read_the_plan(built: Built) -> None:
     page = built.engine.read("report.html")
     assert page is None or b"not verified on hardware" in page
     targets = CliRunner().invoke(cli, ["targets"])
-    assert targets.stdout.count("unverified on hardware") == 5
+    assert targets.stdout.count("unverified on hardware") == 6
     assert "cuda-bindings 13" in targets.stderr
     assert "installed (to build)" in targets.stderr
 

@@ -87,11 +87,20 @@ def test_quantized_linear(dtype: str, every: int, first: int) -> None:
     assert any("Signed8" in name for name in names) or dtype != "bfloat16"
 
 
-def run(inputs: list[Any], shape: tuple[int, int], attributes: dict[str, Any], op: str, dtype: str) -> np.ndarray:
-    with Emulator("plain") as device:
+def run(
+    inputs: list[Any],
+    shape: tuple[int, int],
+    attributes: dict[str, Any],
+    op: str,
+    dtype: str,
+    *,
+    capability: int = 90,
+    device: Emulator | None = None,
+) -> np.ndarray:
+    with device or Emulator("plain") as device:
         tensors = tuple(None if a is None else device.tensor(a) for a in inputs)
         y = device.empty(shape, dtype)
-        for launch in launches_of(op, call_of(device, tensors, (y,), attributes)):
+        for launch in launches_of(op, call_of(device, tensors, (y,), attributes, capability=capability)):
             device.launch(launch)
         return device.get(y.address, y.shape, y.dtype)
 

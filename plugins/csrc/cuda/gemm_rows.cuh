@@ -42,16 +42,33 @@ struct RoundFp8As {
   static DEV T from(float v, float) { return round_to<T>(to_f(E4M3{RoundFp8::from(v, 0.0f)})); }
 };
 
+// Where the rows go: one behind the other, or 128 bytes of each beside those of other rows, as csrc/cuda/hopper.cuh
+// multiplies them: [chunk][eight rows][row][128], 16-byte pieces swizzled. `rows` is a multiple of eight.
+struct InRows {
+  static DEV int64_t at(int64_t row, int column, int size, int columns, int) { return (row * columns + column) * size; }
+};
+struct InTiles {
+  static DEV int64_t at(int64_t row, int column, int size, int, int rows) {
+    const int byte = column * size, turn = static_cast<int>(row & 7) << 4;
+    return (static_cast<int64_t>(byte >> 7) * rows + row) * 128 + ((byte & 127) ^ turn);
+  }
+};
+
 // A block for each row and unit: the columns that share a scale of x. Columns go where their group begins in packed
-// weights, what lies between is zero.
-template <class X, class How, class P>
+// weights, what lies between is zero, and so are rows from M on.
+template <class X, class How, class Place = InRows, class P>
 DEV void prepare_rows(const P& p) {
   using Out = typename How::Out;
   DYN_SMEM(memory);
   const int64_t row = blockIdx.x;
   const int unit = blockIdx.y;
-  const X* x = static_cast<const X*>(p.x) + row * p.x_stride;
-  Out* out = static_cast<Out*>(p.out) + row * p.columns;
+  const bool there_is = row < p.M;
+  const X* x = static_cast<const X*>(p.x) + (there_is ? row : 0) * p.x_stride;
+  const auto put = [&](int column, Out v) {
+    char* out = static_cast<char*>(p.out);
+    const int64_t at = Place::at(row, column, static_cast<int>(sizeof(Out)), p.columns, static_cast<int>(gridDim.x));
+    *reinterpret_cast<Out*>(out + at) = v;
+  };
   float factor = 1.0f, inverse = 1.0f, shift = 0.0f, least = -How::LARGEST;
   bool finite = true;
   if constexpr (How::LARGEST > 0.0f) {
@@ -72,7 +89,7 @@ DEV void prepare_rows(const P& p) {
       inverse = How::LARGEST / most;
       if (!(inverse < INF)) inverse = 0.0f;
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && there_is) {
       static_cast<float*>(p.factor)[row * p.units + unit] = finite ? factor : uint_as_float(0x7fc00000u);
     }
   }
@@ -81,11 +98,10 @@ DEV void prepare_rows(const P& p) {
   for (int at = begin + static_cast<int>(threadIdx.x); at < end; at += ROW_THREADS) {
     const int group = at / p.group_columns, within = at - group * p.group_columns;
     const int k = group * p.group + within;
-    float v = within < p.group && k < p.K && finite ? to_f(x[k]) : 0.0f;
-    const bool there = within < p.group && k < p.K && finite;
+    const bool there = there_is && within < p.group && k < p.K && finite;
+    float v = there ? to_f(x[k]) : 0.0f;
     if constexpr (How::LARGEST > 0.0f) v = p.x_scale != nullptr ? v / factor + (there ? shift : 0.0f) : v * inverse;
-    if constexpr (How::LARGEST == 0.0f) v = within < p.group && k < p.K ? to_f(x[k]) : 0.0f;
-    out[at] = How::from(v, least);
+    put(at, How::from(v, least));
   }
 }
 

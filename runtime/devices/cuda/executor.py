@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.errors import EngineError, KernelError
-from llmc.plugins.cuda import Launch, Tensor
+from llmc.plugins.cuda import Launch, Tensor, capability_of
 from llmc.runtime.batch import Batch, Chosen, Draws
 from llmc.runtime.devices.cuda import targets
 from llmc.runtime.devices.cuda.device import Device
@@ -291,10 +291,10 @@ class CudaExecutor:
     def _prepare(self, bucket: Bucket) -> list[list[Launch]]:
         """The launches of each step."""
         if bucket not in self._prepared:
-            steps, scratch = program(self.plan, bucket, self._memory, self.device.capability)
+            steps, scratch = program(self.plan, bucket, self._memory, capability_of(self._arch))
             if scratch > self._scratch_bytes:  # earlier graphs go on with what they have
                 self._grow(scratch)
-                steps, _ = program(self.plan, bucket, self._memory, self.device.capability)
+                steps, _ = program(self.plan, bucket, self._memory, capability_of(self._arch))
             self._load([launch for step in steps for launch in step])
             self._prepared[bucket] = steps
         return self._prepared[bucket]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmc.errors import ResourceError, UsageError
+from llmc.plugins.cuda import capability_of
 from llmc.runtime import resources
 from llmc.runtime.devices.cuda.draws import draws_bytes
 from llmc.runtime.devices.cuda.program import (
@@ -107,7 +108,7 @@ def plan_of(engine: Engine, arch: str, beside: Engine | None = None) -> MemoryPl
     kernels = sum(entry.size for name, entry in files.items() if name.startswith(f"kernels-{arch}/"))
     if beside is not None and files is beside.manifest.files:
         kernels = 0
-    plan, capability = fuse_gates(engine.plan), int(arch.removeprefix("sm_"))
+    plan, capability = fuse_gates(engine.plan), capability_of(arch)
     weights = sum(aligned(weight.data.nbytes) for weight in own_weights(engine, beside).values())
     return measure(plan, engine.kv_cache, engine.limits, weights, kernels, capability)
 

@@ -6,7 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from llmc.errors import EngineError
-from llmc.plugins.cuda import Kernel
+from llmc.plugins.cuda import Kernel, capability_of
 from llmc.runtime.manifest import rebuild_command
 
 if TYPE_CHECKING:
@@ -37,18 +37,26 @@ def architectures(target: str) -> tuple[str, ...]:
 def choose(path: Path, manifest: Manifest, capability: int, device: str) -> str:
     """The newest architecture of an engine whose machine code the device runs: same major version, none newer.
 
+    sm_90a counts as newer than sm_90.
+
     Raises:
         EngineError: there is none; names the command that builds for the device.
     """
     target = manifest.target
-    numbers = [int(arch.removeprefix("sm_")) for arch in architectures(target)]
-    fitting = [number for number in numbers if number // 10 == capability // 10 and number <= capability]
+    fitting = [arch for arch in architectures(target) if _runs(arch, capability)]
     if not fitting:
         raise EngineError(
             f"{path}: built for {target}, but {device} has compute capability {capability / 10}; build it with: "
             f"{rebuild_command(manifest)} --target cuda:sm_{capability // 10 * 10}"
         )
-    return f"sm_{max(fitting)}"
+    return max(fitting, key=capability_of)
+
+
+def _runs(arch: str, capability: int) -> bool:
+    """Machine code of sm_90a runs on that very chip, other machine code on later ones of its major version too."""
+    if arch.endswith("a"):
+        return arch == f"sm_{capability}a"
+    return capability // 10 == capability_of(arch) // 10 and capability_of(arch) <= capability
 
 
 def rebuild(engine: Engine) -> str:

@@ -19,7 +19,7 @@ from llmc.runtime.plan import Storage
 
 def test_each_architecture_is_a_target() -> None:
     assert {name for name, target in all_targets().items() if target.device == "cuda"} == {
-        f"cuda:sm_{number}" for number in (80, 89, 90, 100, 120)
+        f"cuda:sm_{number}" for number in (80, 89, 90, "90a", 100, 120)
     }
 
 

@@ -14,7 +14,7 @@ static std::atomic<uint64_t> launches{0}, totals[kCounters];
 static std::mutex launch_mutex;
 
 constexpr size_t kSharedLimit = 227 * 1024;  // what a block may have on sm_90
-constexpr size_t kGuard = 128;               // bytes around shared memory that belong to nobody
+constexpr size_t kGuard = 1024;              // bytes around shared memory that belong to nobody
 
 Index thread_index() { return worker->fiber->thread; }
 Index block_index() { return worker->block_index; }
@@ -94,6 +94,8 @@ static void start_block(Worker& w, uint32_t block) {
   w.waiting = 0;
   w.live = threads;
   w.ready.clear();
+  w.mbarriers.clear();
+  w.bulk.clear();
   w.warps.assign(static_cast<size_t>((threads + kWarp - 1) / kWarp), Warp());
   std::fill(w.arena.begin(), w.arena.end(), static_cast<unsigned char>(0xff));  // as floats: no numbers
   for (int i = 0; i < threads; ++i) {
@@ -138,15 +140,18 @@ static void release_barrier(Worker& w) {
 }
 
 static void report_deadlock(Worker& w) {
-  int at_barrier = 0, at_warp = 0;
+  int at_barrier = 0, at_warp = 0, at_mbarrier = 0;
   for (Fiber& f : w.fibers) {
     at_barrier += f.state == State::at_barrier;
     at_warp += f.state == State::at_warp_operation;
-    if (f.state == State::at_barrier || f.state == State::at_warp_operation) w.fiber = &f;
+    at_mbarrier += f.state == State::at_mbarrier;
+    if (f.state != State::done && f.state != State::ready) w.fiber = &f;
   }
-  report("deadlock", "%d threads wait at a barrier, %d in warp operations, %d have exited; this one at %s:%u",
-         at_barrier, at_warp, static_cast<int>(w.fibers.size()) - at_barrier - at_warp, w.fiber->place.file_name(),
-         w.fiber->place.line());
+  report("deadlock",
+         "%d threads wait at a barrier, %d at one that counts bytes, %d in warp operations, %d have exited; this one "
+         "at %s:%u",
+         at_barrier, at_mbarrier, at_warp, static_cast<int>(w.fibers.size()) - at_barrier - at_warp - at_mbarrier,
+         w.fiber->place.file_name(), w.fiber->place.line());
 }
 
 static void run_block(Worker& w, uint32_t block) {
@@ -158,6 +163,7 @@ static void run_block(Worker& w, uint32_t block) {
     if (head == w.ready.size()) {
       w.ready.clear();
       head = 0;
+      if (land_copy()) continue;
       if (w.waiting != w.live) {
         report_deadlock(w);
         break;
@@ -176,6 +182,7 @@ static void run_block(Worker& w, uint32_t block) {
     switch_context(w.main, f.context);
   }
   w.fiber = nullptr;
+  if (!w.dead && w.live == 0) check_background();
 }
 
 static void work(Launch& launch, uint64_t number) {

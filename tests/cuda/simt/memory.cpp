@@ -51,9 +51,18 @@ static Access access_of(const Worker& w) {
   return {w.where(), w.epoch, w.warps[f.warp].epoch, static_cast<uint16_t>(f.linear), static_cast<uint16_t>(f.warp)};
 }
 
+// Whether the warp of `now` has waited for the end of a phase (hopper.cpp) that says that `past` has happened.
+static bool known_from_barriers(const Access& past, const Access& now) {
+  const Clock& clock = worker->warps[now.warp].clock;
+  size_t entry = past.warp == kBulk ? past.thread : past.warp;
+  return entry < clock.size() && clock[entry] > past.warp_epoch;
+}
+
 // Whether nothing orders `past` before `now`, both of this block: no barrier between them, nor one of their warp.
 static bool unordered(const Access& past, const Access& now) {
+  if (past.warp == kBulk) return !known_from_barriers(past, now);
   if (past.epoch != now.epoch || past.thread == now.thread) return false;
+  if (past.warp != now.warp && known_from_barriers(past, now)) return false;
   return past.warp != now.warp || past.warp_epoch >= now.warp_epoch;
 }
 
@@ -82,7 +91,10 @@ static void shared_access(size_t offset, int bytes, bool write, bool atomic, con
     Shadow& s = w.shadow[offset + i];
     const char* verb = write ? "write" : "read";
     bool ours = s.write.where == now.where;
-    if (!ours) s.in_flight = false;  // of a block that ended early
+    if (!ours) s.in_flight = false, s.readers = 0;  // of a block that ended early
+    if (write && s.readers) {
+      return report("wgmma", "write of shared[%zu], which a product in flight reads%s", offset + i, at(pc).c_str());
+    }
     if (s.in_flight) {
       return report("cp.async", "%s of shared[%zu] while a cp.async to it is in flight%s", verb, offset + i,
                     at(pc).c_str());
@@ -197,6 +209,23 @@ void access(const void* p, int bytes, bool write, bool atomic, const void* pc, i
   }
   w->last = r;
   global_access(*r, address, bytes, write, atomic, pc);
+}
+
+// What a product reads: it has arrived, and the warp has waited for it.
+void check_operand(const void* p, int bytes, Place place) {
+  Worker& w = *worker;
+  Access now = access_of(w);
+  size_t offset = static_cast<size_t>(static_cast<const unsigned char*>(p) - w.shared);
+  for (int i = 0; i < bytes; ++i) {
+    const Shadow& s = w.shadow[offset + i];
+    bool ours = s.write.where == now.where;
+    if (ours && !s.in_flight && !unordered(s.write, now)) continue;
+    return report("wgmma", "a product reads shared[%zu], which %s, %s:%u", offset + i,
+                  !ours         ? "nobody has written"
+                  : s.in_flight ? "a copy is still to write"
+                                : "the warp has not waited for",
+                  place.file_name(), place.line());
+  }
 }
 
 void check_vector(const void* p, int bytes, bool write, Place place) {

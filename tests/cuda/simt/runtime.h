@@ -2,6 +2,8 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,13 +32,33 @@ constexpr int kWarp = 32;
 
 // ---- threads of a block
 
-enum class State : uint8_t { ready, at_warp_operation, at_barrier, done };
+enum class State : uint8_t { ready, at_warp_operation, at_barrier, at_mbarrier, done };
 
 struct Copy {
   char* to;
   const char* from;
   int bytes, source_bytes;
 };
+
+// What a warp knows to have happened: of each warp the epochs, then of each barrier of hopper.cpp the phases.
+using Clock = std::vector<uint32_t>;
+
+struct Mbarrier {
+  size_t number = 0;  // in a Clock
+  int count = 0, left = 0;
+  int64_t bytes = 0;
+  uint32_t phase = 0;
+  Clock arrived, ended;
+};
+
+struct Bulk {
+  char* to;
+  const char* from;
+  int bytes;
+  Mbarrier* bar;
+};
+
+struct Wgmma;  // a product of a warp of a warpgroup
 
 struct Fiber {
   Context context;
@@ -48,6 +70,7 @@ struct Fiber {
   unsigned mask;
   Place place;
   int predicate, barrier_result;
+  Mbarrier* mbarrier;
   std::vector<std::vector<Copy>> groups;
   std::vector<Copy> open;
 };
@@ -55,6 +78,10 @@ struct Fiber {
 struct Warp {
   unsigned arrived = 0, live = 0;
   uint32_t epoch = 0;  // grows at each synchronisation of the whole warp
+  Clock clock;
+  bool fenced = false;
+  uint32_t products = 0;
+  std::vector<std::shared_ptr<Wgmma>> open, committed;
 };
 
 // Who last read and wrote a byte; `epoch` and `warp_epoch` say between which barriers.
@@ -65,10 +92,12 @@ struct Access {
   uint16_t warp = 0;
 };
 constexpr uint16_t kMany = 0xffff;  // as a thread or a warp: several
+constexpr uint16_t kBulk = 0xfffe;  // as a warp: a bulk copy; `thread` is its barrier, `warp_epoch` the phase
 
 struct Shadow {
   Access write, read;
   bool atomic = false, in_flight = false, known = false;
+  int16_t readers = 0;  // products that run
 };
 
 struct Region {
@@ -122,6 +151,8 @@ struct Worker {
   uint64_t random = 1;
   uint64_t accesses_at_resume = 0;
   uint64_t counters[kCounters] = {};
+  std::map<uint32_t, Mbarrier> mbarriers;  // by their place in shared memory
+  std::vector<Bulk> bulk;
 
   ~Worker();
   uint64_t next_random();
@@ -143,6 +174,14 @@ void mark_in_flight(const void* p, int bytes, bool on);
 void add_region(void* p, size_t bytes, bool writable, bool needs_values, const char* name, bool track);
 void remove_region(const void* p);
 void set_known(const void* p, size_t bytes);
+
+void check_operand(const void* p, int bytes, Place place);
+
+// ---- the background of sm_90a (hopper.cpp)
+
+bool land_copy();
+bool warpgroup_operation(Fiber& self, Fiber* const* lanes);
+void check_background();
 
 // ---- tensor cores (mma.cpp); `lanes` are the 32 of a warp
 

@@ -61,7 +61,7 @@ static void perform(Fiber& self, Fiber** lanes) {
     case Op::ldmatrix_trans:
       return load_matrices(lanes, self.op == Op::ldmatrix_trans);
     default:
-      return multiply(lanes, self.op);
+      if (!warpgroup_operation(self, lanes)) multiply(lanes, self.op);
   }
 }
 
