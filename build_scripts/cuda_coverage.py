@@ -15,9 +15,10 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("small_ops", "products", "product_ops", "attention_cuda", "sampling_cuda")
+TESTS = ("small_ops", "products", "product_ops", "attention_cuda", "sampling_cuda", "wgmma")
 NEVER = {
     "plugins/csrc/cuda/gpu.cuh": "the branch for GPU compilers, which the emulator replaces; test_ptx.py runs it",
+    "plugins/csrc/cuda/gpu_hopper.cuh": "the same of sm_90a; test_wgmma.py runs it",
 }
 
 

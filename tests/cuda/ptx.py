@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import ptx_numbers as numbers
 from emulator import DTYPES, INCLUDES, Emulator
+from ptx_hopper import Hopper
 from ptx_memory import SHARED, Global, Shared, as_bytes
 from ptx_numbers import TYPES, WORDS
 from ptx_parser import Instruction, PtxError, parse
@@ -72,7 +73,7 @@ def run(ptx: str, launch: Launch, memory: Global) -> None:
         Machine(program, launch, memory, np.arange(first, min(blocks, first + at_once))).run()
 
 
-class Machine:
+class Machine(Hopper):
     """Some blocks of a launch."""
 
     def __init__(self, program: Any, launch: Launch, memory: Global, blocks: np.ndarray) -> None:
@@ -106,14 +107,17 @@ class Machine:
         self.done = np.zeros(self.threads, bool)
         self.open: list[list[Any]] = [[] for _ in range(self.threads)]
         self.groups: list[list[list[Any]]] = [[] for _ in range(self.threads)]
+        super().__init__()
 
     def run(self) -> None:
         """Until all threads have ended."""
         counter, waiting = np.zeros(self.threads, np.int64), np.zeros(self.threads, bool)
         with np.errstate(all="ignore"):
             while not self.done.all():
-                active = ~self.done & ~waiting
+                active = ~self.done & ~waiting & ~self.stalled
                 if not active.any():
+                    if self.stalled.any():
+                        raise PtxError("threads wait for a phase of an mbarrier that never ends")
                     ended = np.zeros(int(self.block_of[-1]) + 1, bool)
                     ended[self.block_of[self.done]] = True
                     if ended[self.block_of[waiting]].any():
@@ -469,7 +473,9 @@ class Machine:
     def _cp(self, one: Instruction, fields: list[str], mask: np.ndarray) -> None:
         """cp.async: copies happen when they are waited for."""
         threads = np.flatnonzero(mask)
-        if fields[2] == "commit_group":
+        if fields[2] == "bulk":
+            self._bulk(one, mask)
+        elif fields[2] == "commit_group":
             for thread in threads:
                 self.groups[thread].append(self.open[thread])
                 self.open[thread] = []

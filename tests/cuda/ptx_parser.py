@@ -66,6 +66,11 @@ FORMS = re.compile(
             r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16",
             r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32",
             r"mma\.sync\.aligned\.m16n8k32\.row\.col\.(s32\.s8\.s8\.s32|f32\.e4m3\.e4m3\.f32)",
+            r"mbarrier\.(init|arrive(\.expect_tx)?|try_wait\.parity)\.shared::cta\.b64",
+            r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes",
+            r"wgmma\.(fence|commit_group|wait_group)\.sync\.aligned|setmaxnreg\.(inc|dec)\.sync\.aligned\.u32",
+            r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.(bf16\.bf16|f16\.f16)",
+            r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.(f32\.e4m3\.e4m3|s32\.s8\.s8)",
             r"bra(\.uni)?|ret|exit",
         )
     )
@@ -84,7 +89,7 @@ def parse(ptx: str, kernel: str) -> tuple[list[Instruction], dict[str, int]]:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for raw in re.split(r";|(?<=:)\s*\n", re.sub(r"//.*", "", entry[3])):
-        text = " ".join(raw.split())
+        text = re.sub(r"^([{}]\s*)+", "", " ".join(raw.split()))  # scopes of inline PTX have no names of their own
         while label := re.match(r"(\$[\w$]+):\s*", text):
             labels[label[1]] = len(code)
             text = text[label.end() :]

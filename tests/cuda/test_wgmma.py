@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from contract import Contract, check_op
 from emulator import PLUGINS, Emulator
+from ptx import Interpreter
 from sass import Recorder, disassemble, problems, product_instances, tensor_operations
 from test_products import KEPT, linear_samples, packed_codes, packed_linear, quantized_samples
 from test_products import run as run_on_sm_90
@@ -82,6 +83,18 @@ def test_rows_have_the_same_bits_in_any_number(form: tuple[Any, ...], outer: int
     for begin, rows in ((3, 1), (7, 20), (60, 40), (121, 9)):
         alone = run([x[begin : begin + rows], *weight], (rows, outer), attributes, op)
         np.testing.assert_array_equal(alone.view(np.uint16), together[begin : begin + rows].view(np.uint16))
+
+
+@pytest.mark.parametrize(("form", "rows"), [(FORMATS[0], 3), (FORMATS[1], 20), (FORMATS[5], 35), (FORMATS[6], 5)])
+def test_ptx_gives_the_bits_of_the_emulator(form: tuple[Any, ...], rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    op, attributes, weight = example(form, (70, 150), rng)
+    x = rng.standard_normal((rows, 150), np.float32).astype(BFLOAT16)
+    found, other = (
+        run([x, *weight], (rows, 70), attributes, op, device)
+        for device in (Emulator("plain"), Interpreter("compute_90a"))
+    )
+    np.testing.assert_array_equal(found.view(np.uint16), other.view(np.uint16))
 
 
 def test_the_ring_goes_round_without_a_race() -> None:

@@ -26,9 +26,9 @@ DEV void mbar_wait(void* bar, int parity) {
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(
-        "{\n.reg .pred done;\n"
+        "{.reg .pred done;\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, done;\n}\n"
+        "selp.b32 %0, 1, 0, done;}\n"
         : "=r"(done)
         : "r"(shared_address(bar)), "r"(parity)
         : "memory");
@@ -85,11 +85,11 @@ DEV void wgmma_wait(Number (&c)[N]) {
 #define LLMC_C4(kind, i) kind(c[i]), kind(c[i + 1]), kind(c[i + 2]), kind(c[i + 3])
 #define LLMC_C16(kind, i) LLMC_C4(kind, i), LLMC_C4(kind, i + 4), LLMC_C4(kind, i + 8), LLMC_C4(kind, i + 12)
 #define LLMC_C64(kind, i) LLMC_C16(kind, i), LLMC_C16(kind, i + 16), LLMC_C16(kind, i + 32), LLMC_C16(kind, i + 48)
-#define LLMC_WGMMA(shape, types, list, a0, a1, a2, a3, b, add, more, ...)                                              \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned." shape "." types " {" list \
-               "}, {" a0 "," a1 "," a2 "," a3 "}, " b ", p" more ";\n}\n"                                              \
-               : __VA_ARGS__                                                                                           \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand), "r"(static_cast<int>(sum))                  \
+#define LLMC_WGMMA(shape, types, list, a0, a1, a2, a3, b, add, more, ...)                                            \
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned." shape "." types " {" list \
+               "}, {" a0 "," a1 "," a2 "," a3 "}, " b ", p" more ";}\n"                                              \
+               : __VA_ARGS__                                                                                         \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand), "r"(static_cast<int>(sum))                \
                : "memory")
 #define LLMC_LIST8 "%0,%1,%2,%3"
 #define LLMC_LIST32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
