@@ -141,11 +141,11 @@ class JobRows {
     return {std::max(clip.begin, parts_[t].begin), std::min(clip.end, parts_[t].end)};
   }
 
-  // Calls f for rows first .. last - 1 in blocks that are as even as possible: 8 rows are 4 and 4; and for what they
+  // Calls f for rows first .. last - 1 in blocks that are as even as possible, of at most kRows; and for what they
   // see of positions `clip`.
-  template <class F>
+  template <int kRows = kRowBlock, class F>
   void for_each_block(std::int64_t first, std::int64_t last, const TilePart& clip, F&& f) const {
-    const std::int64_t rows = last - first, count = (rows + kRowBlock - 1) / kRowBlock, group = step_.group;
+    const std::int64_t rows = last - first, count = (rows + kRows - 1) / kRows, group = step_.group;
     RowBlock block;
     block.row = first;
     for (std::int64_t i = 0; i < count; ++i, block.row += block.rows) {

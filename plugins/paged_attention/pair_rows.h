@@ -218,7 +218,7 @@ class PairRows : public JobRows<T> {
   }
 
   // Weights of rows that see the tile from its first position on, with plain logits; at a time of those that end in the
-  // same block.
+  // same block, as evenly as possible: the sums of a single row wait for one another.
   void score_softly(std::int64_t first, std::int64_t count, const Seen& seen) {
     if constexpr (!kInteger) {
       const std::int64_t group = step_.group;
@@ -228,7 +228,8 @@ class PairRows : public JobRows<T> {
         std::int64_t t = first / group, next = (t + 1) * group;  // the row's token, and the first row behind it
         for (std::int64_t r = 0; r < count;) {
           const int blocks = whole_ ? kTileBlocks : parts_[t].blocks_end();
-          const std::int64_t most = std::min(count - r, soft_rows_for(blocks));
+          const std::int64_t passes = (count - r + soft_rows_for(blocks) - 1) / soft_rows_for(blocks);
+          const std::int64_t most = (count - r + passes - 1) / passes;
           int n = 0;
           if (whole_) n = static_cast<int>(most);
           for (; n < most && !whole_ && parts_[t].blocks_end() == blocks; ++n) {
@@ -236,7 +237,11 @@ class PairRows : public JobRows<T> {
             if (first + r + n + 1 == next) ++t, next += group;
           }
           if (blocks > 0) {
-            kAttendSoftly<Keys>[n - 1][blocks - 1](q_ + (first + r) * depth_, depth_, keys, rows, weights_ + r * kTile,
+            Keys part = keys;
+            if constexpr (Keys::kShares) {
+              part.share = {static_cast<int>(r * kTileBlocks / count), static_cast<int>((r + n) * kTileBlocks / count)};
+            }
+            kAttendSoftly<Keys>[n - 1][blocks - 1](q_ + (first + r) * depth_, depth_, part, rows, weights_ + r * kTile,
                                                    seen.largest + r, seen.sum + r);
           }
           r += n;
@@ -260,8 +265,8 @@ class PairRows : public JobRows<T> {
   void weigh(const Values& values, std::int64_t first, std::int64_t begin, std::int64_t end, const TilePart& clip,
              const Target& target) const {
     PairParts parts;
-    std::fill_n(parts.rows, kRowBlock, TilePart{0, kTile});
-    this->for_each_block(begin, end, clip, [&](const RowBlock& block) {
+    std::fill_n(parts.rows, Values::kRows, TilePart{0, kTile});
+    this->template for_each_block<Values::kRows>(begin, end, clip, [&](const RowBlock& block) {
       if (block.any.begin >= block.any.end) return;
       parts.any = block.any;
       parts.from = (block.all.begin + 1) / 2 * 2;

@@ -55,6 +55,7 @@ def oracle(
         Shape(9, 3, 64, 64),
         Shape(4, 4, 7, 5),
         Shape(7, 1, 40, 24),
+        Shape(8, 1, 72, 56),
         Shape(2, 2, 96, 80),
         Shape(2, 1, 8, 16),
         Shape(14, 2, 128, 128),
@@ -157,6 +158,24 @@ def test_same_bits_alone_and_in_a_batch_on_any_number_of_threads(dtype: str) -> 
             expected = alone.step([(0, s, 0, n)])[c:]
             assert np.array_equal(found[start : start + n - c], expected), f"sequence {i} on {threads} threads"
             start += n - c
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_head_has_the_same_bits_however_many_share_its_keys(dtype: str, isa: str) -> None:
+    rng = np.random.default_rng(15)
+    shape, n = Shape(13, 1, 72, 56), 301
+    s = sequence(rng, shape, n)
+
+    def last_row(first: int, last: int) -> Array:
+        cache = Cache(Shape(last - first, 1, 72, 56), dtype, [n])
+        some = Rows(np.ascontiguousarray(s.q[:, first:last]), s.k, s.v)
+        cache.step([(0, some, 0, n - 1)], isa=isa)
+        return cache.step([(0, some, n - 1, n)], isa=isa)[0]
+
+    alone = np.concatenate([last_row(h, h + 1) for h in range(shape.heads)])
+    for group in range(2, shape.heads + 1):
+        assert np.array_equal(last_row(0, group), alone[:group]), f"{group} heads"
 
 
 @pytest.mark.parametrize("isa", ISAS)
