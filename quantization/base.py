@@ -130,7 +130,7 @@ class LayerInputs:
     """What calibration saw arrive at a product; see statistics.py, which collects it.
 
     ``count``: tokens seen (an expert sees its own only). ``mean_abs``, ``max_abs`` [K]. ``rows`` [n, K]: a sample,
-    n up to 512. ``hessian`` [K, K] float32 or float64: the mean of x x^T.
+    n up to `statistics.SAMPLE`. ``hessian`` [K, K] float32 or float64: the mean of x x^T.
     """
 
     count: int

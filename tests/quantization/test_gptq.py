@@ -123,6 +123,9 @@ def test_how_far_a_hessian_is_shrunk() -> None:
     assert share(related, 1) == 1
     assert share(related, 200, 0.0) == 0
     assert shrinkage(np.eye(4), np.ones((3, 4), np.float32), 3, 8.0) == 0
+    one = np.ones((1, 4), np.float32)
+    assert shrinkage(one.T @ one, one, 1, 8.0) == 1
+    assert shrinkage(one.T @ one, one, 1, 0.0) == 0
 
 
 def test_a_shrunken_hessian_keeps_its_diagonal() -> None:
