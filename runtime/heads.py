@@ -36,16 +36,20 @@ class HeadTree:
         heads: how many there are; head k speaks of the token k places after the one that the model itself gave.
         paths: the nodes, best first; a node is the rank of the candidate of each head on the way to it.
         accuracy: measured, of each head, the share of tokens that had rank 0, 1, ...; empty: not measured.
+        gains: measured, of each path, the share of places where all of it was right; empty: not measured.
     """
 
     heads: int
     paths: tuple[tuple[int, ...], ...]
     accuracy: tuple[tuple[float, ...], ...] = ()
+    gains: tuple[float, ...] = ()
 
     def check(self, where: str, error: type[Exception] = EngineError) -> None:
         """Raise an error if it is no tree for these heads."""
         if not self.paths or len(self.paths) > MOST_NODES:
             raise error(f"{where}: {len(self.paths)} paths, expected 1 to {MOST_NODES}")
+        if self.gains and (len(self.gains) != len(self.paths) or not all(0 <= gain <= 1 for gain in self.gains)):
+            raise error(f"{where}: expected a gain from 0 to 1 for each of {len(self.paths)} paths, or none")
         known: set[tuple[int, ...]] = {()}
         for path in self.paths:
             if not 1 <= len(path) <= self.heads:

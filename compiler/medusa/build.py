@@ -210,7 +210,12 @@ def _chosen(
             f"Medusa heads: even the best tree is expected to be only {choice.speedup:.2f} times as fast as none, "
             "so --spec medusa will gain nothing; train better heads, or measure this machine with --medusa-cost measure"
         )
-    expected = {"tokens_per_step": choice.tokens_per_step, "speedup": choice.speedup, "places": len(ranks)}
+    expected = {
+        "nodes": choice.nodes,
+        "tokens_per_step": choice.tokens_per_step,
+        "speedup": choice.speedup,
+        "places": len(ranks),
+    }
     return section | {
         "tree": strict.dump(choice.tree),
         "expected": expected,

@@ -35,9 +35,10 @@ for GPUs, where nothing was ever measured, for steps that take as long as it tak
 
 @dataclass(frozen=True)
 class Choice:
-    """A tree, the tokens that a step is expected to give (1 without guesses), and how much faster that is."""
+    """A tree, and of its best size: nodes, tokens that a step is expected to give (1: no guesses), the speedup."""
 
     tree: HeadTree
+    nodes: int
     tokens_per_step: float
     speedup: float
 
@@ -75,7 +76,10 @@ def given_tree(text: str, heads: int) -> HeadTree | None:
 
 
 def choose(ranks: NDArray[np.int64], cost: Cost, heads_cost: float) -> Choice:
-    """The tree with the best ratio of tokens to time.
+    """The most valuable nodes, and of how many of them tokens per time are expected to be highest.
+
+    The first n nodes are the best tree of n. So the tree has more than that: a step takes as many as pay, by what is
+    measured then, which can be more than was expected, but never more than there are.
 
     The nodes are added in the order of what they gain, as in section 2.3.3 of the paper; but a path's gain is not the
     product of the accuracies of its heads: it is the share of places where all of them were right together.
@@ -104,8 +108,8 @@ def choose(ranks: NDArray[np.int64], cost: Cost, heads_cost: float) -> Choice:
     accuracy = tuple(
         tuple(round(float((ranks[:, head] == rank).mean()), 4) for rank in range(RANKS)) for head in range(heads)
     )
-    tree = HeadTree(heads, tuple(order[:best]), accuracy)
-    return Choice(tree, round(found[1], 4), round(found[0], 4))
+    tree = HeadTree(heads, tuple(order), accuracy, tuple(round(counts[path] / places, 4) for path in order))
+    return Choice(tree, best, round(found[1], 4), round(found[0], 4))
 
 
 def step_cost(cost: Cost, rows: int) -> float:

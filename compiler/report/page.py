@@ -136,8 +136,8 @@ def _drafts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("weights of the heads", format_bytes(medusa["own_bytes"])))
         rows.append(("read for a draft", format_bytes(medusa["read_bytes"])))
         if expected := medusa.get("expected"):
-            measured = f"measured at {expected['places']:,} places"
-            rows.append(("expected", f"{expected['tokens_per_step']:.2f} tokens a step; {measured}"))
+            measured = f"of {expected['nodes']} nodes; measured at {expected['places']:,} places"
+            rows.append(("expected", f"{expected['tokens_per_step']:.2f} tokens a step {measured}"))
             rows.append(("expected speed", f"{expected['speedup']:.2f} times that without drafts"))
         for number, head in enumerate(medusa["tree"].get("accuracy", ()), 1):
             rows.append((f"head {number} right", f"{head[0]:.1%}; among five: {sum(head[:5]):.1%}"))

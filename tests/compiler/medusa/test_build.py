@@ -136,7 +136,8 @@ def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> 
     assert section["tree"] == json.loads((tmp_path / "first/medusa/tree.json").read_text())
     assert len(section["tree"]["accuracy"]) == HEADS
     page = (tmp_path / "first/report.html").read_text()
-    assert f"{section['expected']['tokens_per_step']:.2f} tokens a step; measured at" in page
+    expected = section["expected"]
+    assert f"{expected['tokens_per_step']:.2f} tokens a step of {expected['nodes']} nodes; measured at" in page
     assert all(f"head {number} right" in page for number in range(1, HEADS + 1))
     assert built(first)["heads_bytes"] == first.report["medusa"]["own_bytes"]
     checkpoint = open_checkpoint(model, config, progress)

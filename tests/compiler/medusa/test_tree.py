@@ -27,16 +27,18 @@ def ranks() -> Any:
 def test_the_best_nodes_come_first_and_count_together() -> None:
     choice = choose(ranks(), FREE, 0.0)
     assert choice.tree.paths == ((0,), (0, 0), (1,), (0, 1), (2,))
+    assert choice.tree.gains == (0.6, 0.4, 0.2, 0.1, 0.05) and choice.nodes == 5
     assert choice.tokens_per_step == choice.speedup == pytest.approx(1 + 0.85 + 0.5)
     assert choice.tree.accuracy[0][:4] == (0.6, 0.2, 0.05, 0)
     choice.tree.check("here")
     assert shown(choice.tree, 99) == "5 nodes, 3, 2 at depth 1 to 2; 2 heads of 99 tokens"
 
 
-def test_rows_that_cost_much_make_it_small() -> None:
-    assert choose(ranks(), DEAR, 0.0).tree.paths == ((0,),)
+def test_of_rows_that_cost_much_few_are_expected_to_pay_but_a_step_can_choose_from_all() -> None:
+    every = choose(ranks(), FREE, 0.0).tree
+    assert choose(ranks(), DEAR, 0.0).nodes == 1
     some = choose(ranks(), ((1, 1.0), (3, 1.05), (4, 1.5), (64, 30.0)), 0.0)
-    assert some.tree.paths == ((0,), (0, 0))
+    assert some.nodes == 2 and some.tree == every
     assert some.speedup == pytest.approx(2 / 1.05, abs=1e-4)
     assert choose(ranks(), FREE, 1.0).speedup == pytest.approx(2.35 / 2)
 
@@ -96,3 +98,6 @@ def test_trees_that_are_none(
 def test_a_tree_of_an_engine_is_checked_too() -> None:
     with pytest.raises(EngineError, match="is there twice"):
         HeadTree(1, ((0,), (0,))).check("engine")
+    for gains in ((0.5,), (0.5, 1.5)):
+        with pytest.raises(EngineError, match="expected a gain from 0 to 1 for each of 2 paths, or none"):
+            HeadTree(1, ((0,), (1,)), (), gains).check("engine")

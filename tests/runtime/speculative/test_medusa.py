@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from llmc.compiler.config import BuildConfig
 from llmc.errors import EngineError, UsageError
 from llmc.runtime.engine import Weight, load_engine
 from llmc.runtime.heads import TOKEN_IDS, HeadTree, read_heads
-from llmc.runtime.speculative.medusa import grow
+from llmc.runtime.speculative.medusa import MedusaProposer, grow
 from llmc.runtime.speculative.opening import Speculation
 
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
@@ -74,6 +75,18 @@ def test_trees_are_cut_to_what_there_is_room_for() -> None:
     assert (whole.tokens, whole.parents) == ((5, 9, 7, 8), (-1, 0, -1, 2))
     assert grow(tree, candidates, 9, 1).tokens == (5, 7)
     assert grow(tree, candidates, 3, 2).tokens == (5, 9, 7)
+
+
+def test_nodes_are_worth_what_was_measured_of_them_or_of_their_heads() -> None:
+    def gains(tree: HeadTree) -> tuple[float, ...]:
+        runner: Any = SimpleNamespace(tree=tree)
+        return MedusaProposer(runner).gains
+
+    tree = HeadTree(2, ((0,), (0, 0), (1,)))
+    assert gains(tree) == (0.5, 0.25, 0.25)
+    tree = replace(tree, accuracy=((0.6, 0.2), (0.4, 0.1)))
+    assert gains(tree) == pytest.approx((0.6, 0.24, 0.2))
+    assert gains(replace(tree, gains=(0.6, 0.4, 0.2))) == (0.6, 0.4, 0.2)
 
 
 def test_only_rows_of_the_arena_are_written_from_outside(built: dict[str, Path]) -> None:
