@@ -40,7 +40,8 @@ class Awq(IntegerMethod):
     """Scales the columns with large inputs up before rounding, by the error of the outputs on sampled rows."""
 
     name: ClassVar[str] = "awq"
-    needs: ClassVar[Statistics] = Statistics.INPUTS
+    needs: ClassVar[Statistics] = Statistics.HESSIAN
+    sequential: ClassVar[bool] = True
     folds: ClassVar[bool] = True
 
     grid: int = option(20, "exponents that are tried for the scales; 0: no scales", low=0, high=100)
@@ -52,11 +53,6 @@ class Awq(IntegerMethod):
         super().__post_init__()
         if not (self.grid or self.duo):
             raise UsageError("--quant awq: duo=false: there are no scales with grid=0; leave one of them away")
-
-    @property
-    def row_block(self) -> int | None:
-        """See Method: all rows at once if the Hessian is made, which is done for each piece."""
-        return None if self.refine else super().row_block
 
     def input_scale(
         self, weight: FloatArray, inputs: LayerInputs, *, name: str = "weight", tie: npt.NDArray[np.int64] | None = None
@@ -87,7 +83,7 @@ class Awq(IntegerMethod):
         scheme, step = self.weights, max(1, ROWS_BYTES // (4 * weight.shape[1]))
         clips, parts = [], []
         with single_threaded():
-            rows, curvature = split_groups(inputs.rows, scheme.group), self._curvature(inputs.rows)
+            rows, curvature = split_groups(inputs.rows, scheme.group), self._curvature(inputs)
             for start in range(0, len(weight), step):
                 part = weight[start : start + step]
                 groups = split_groups(part, scheme.group)
@@ -97,13 +93,12 @@ class Awq(IntegerMethod):
                 parts.append(descend(part, codes, grid, scheme, curvature, self.refine))
         return join_rows(parts), {"mean_clip": float(np.abs(np.concatenate(clips)).mean())}
 
-    def _curvature(self, rows: FloatArray) -> Curvature | None:
-        """The Hessian of the sampled rows [n, K], if rounds of descent need it."""
+    def _curvature(self, inputs: LayerInputs) -> Curvature | None:
+        """The Hessian of the inputs, if rounds of descent need it."""
         if not self.refine:
             return None
-        hessian = rows.T @ rows
-        hessian /= np.float32(len(rows))
-        return Curvature(hessian, shrinkage(hessian, rows, len(rows), ALIKE), DAMPING)
+        assert inputs.hessian is not None, "awq is given the Hessian"
+        return Curvature(inputs.hessian, shrinkage(inputs.hessian, inputs.rows, inputs.count, ALIKE), DAMPING)
 
     def _weight_means(self, weight: FloatArray) -> FloatArray:
         """The mean [K] over rows of |w| as a share of the largest of its group."""

@@ -3,7 +3,7 @@
     calibrate   one interpretation with the weights as they are: what arrives at each product (awq, smoothquant)
     fold        factors of inputs are chosen, and folded into what makes the inputs
     round       weights whose method needs no more than that
-    follow      a second interpretation, in which each layer sees the outputs of the quantized ones before (gptq)
+    follow      a second interpretation, in which each layer sees the outputs of the quantized ones before (awq, gptq)
 
 Every result is kept in the work folder as soon as it is made, and taken from there by the next build.
 """
@@ -14,6 +14,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ class Quantizer:
             ResourceError: the disk is full.
         """
         planned = self._planned
-        seen = [s for s in planned.chosen if self._needs(s) is not Statistics.NONE and not self._follows(s)]
+        seen = [s for s in planned.chosen if self._is_seen(s)]
         missing = [site for site in seen if self._work.find(site.name) is None]
         if any(self._work.find(inputs_name(site)) is None for site in missing):
             self._calibrate(seen)
@@ -125,7 +126,7 @@ class Quantizer:
                 self._round(graph, site, scales)
         following = [site for site in planned.chosen if self._follows(site)]
         if any(self._work.find(site.name) is None for site in following):
-            self._follow(graph, following)
+            self._follow(scales, following)
         records: dict[str, Record] = {}
         for site in planned.chosen:
             record = self._work.find(site.name)
@@ -154,6 +155,12 @@ class Quantizer:
     def _needs(self, site: Site) -> Statistics:
         """What has to be known of its inputs; a table that nothing multiplies has none."""
         return self._planned.method(site).needs if site.product is not None else Statistics.NONE
+
+    def _is_seen(self, site: Site) -> bool:
+        """Whether what arrives at it with weights as they are matters."""
+        return self._needs(site) is not Statistics.NONE and (
+            self._planned.method(site).folds or not self._follows(site)
+        )
 
     def _follows(self, site: Site) -> bool:
         return self._planned.method(site).sequential and site.product is not None
@@ -239,13 +246,16 @@ class Quantizer:
         return given
 
     # ------------------------------------------------------------------------------------------------ following
-    def _follow(self, graph: LoweredGraph, sites: Sequence[Site]) -> None:
+    def _follow(self, scales: Scales, sites: Sequence[Site]) -> None:
         """Quantize these weights in order, each after what comes before it."""
         quantized = {site.name: site for site in self._planned.chosen}
-        loader = Loader(graph, quantized, self._work, self._dtype)
-        self._interpret(graph, loader, sites, "quantizing layer by layer", self._quantize_here)
+        loader = Loader(scales.graph, quantized, self._work, self._dtype)
+        here = partial(self._quantize_here, scales)
+        self._interpret(scales.graph, loader, sites, "quantizing layer by layer", here)
 
-    def _quantize_here(self, interpreter: Interpreter, position: int, sites: Sequence[Site], loader: Loader) -> None:
+    def _quantize_here(
+        self, scales: Scales, interpreter: Interpreter, position: int, sites: Sequence[Site], loader: Loader
+    ) -> None:
         routing: Routing | None = None
         for site in sorted(sites, key=_input_of):
             if self._work.find(site.name) is not None:
@@ -259,6 +269,7 @@ class Quantizer:
             else:
                 routing = routing or Routing(interpreter, position, site.experts)
                 given, facts = self._expert_inputs(routing, site, loader), routing.facts()
+            facts = {**scales.facts.get(site.name, {}), **facts}
             quantize_site(site, unrounded(weight.source), self._planned.method(site), self._work, given, facts)
 
     # ------------------------------------------------------------------------------------------------ both

@@ -16,7 +16,6 @@ from llmc.compiler.quantize.sensitivity import LENGTH, ROWS, WINDOWS
 from llmc.compiler.quantize.sites import Site
 from llmc.compiler.quantize.spend import formats_of, free_layers
 from llmc.compiler.weights import numpy_dtype
-from llmc.plugins.quantized_linear.packing import PANEL
 from llmc.quantization.base import Method, Statistics
 from llmc.quantization.calibration import MOST_SAMPLES, CalibrationSettings
 from llmc.quantization.descent import BLOCK, ROWS_BYTES
@@ -55,7 +54,7 @@ def work_bytes(planned: Planned, calibration: CalibrationSettings) -> int:
         method = planned.method(site)
         kept = formats_of(method)[-1] if site.name in free else method
         total += sum(predicted_sizes(site, kept).values())
-        sees = planned.has_goal or (method.needs is not Statistics.NONE and not method.sequential)
+        sees = planned.has_goal or (method.needs is not Statistics.NONE and (method.folds or not method.sequential))
         if sees and site.product is not None:
             total += (SAMPLE + 2) * site.columns * 4 * (1 if site.experts is None else site.experts + 1)
     if not planned.needs_calibration:
@@ -91,13 +90,13 @@ def _site_bytes(site: Site, method: Method) -> int:
         return COPIES * (PANEL_BYTES if method.row_block is not None else max(PANEL_BYTES, 4 * numbers))
     sampled = 4 * 4 * HELD_ROWS * columns
     if method.needs is Statistics.INPUTS:
-        piece, hessian = (PANEL_BYTES, 0) if method.row_block is not None else (ROWS_BYTES, 4 * columns**2)
-        outputs = 2 * 4 * SAMPLE * min(site.rows, piece // (4 * columns) + PANEL)
         kept = sampled if site.experts is None else max(GROUP_BYTES, sampled)
-        return kept + hessian + 6 * numbers + outputs + COPIES * max(piece, 4 * SEARCH_ROWS * columns)
+        return kept + 5 * numbers + COPIES * max(PANEL_BYTES, 4 * SEARCH_ROWS * columns)
     hessian = 4 * columns**2  # and twice as much for its factor
     kept = hessian if site.experts is None else max(GROUP_BYTES, hessian)
-    return sampled + kept + 2 * hessian + 6 * numbers + COPIES * max(ROWS_BYTES, 4 * BLOCK * columns)
+    rows = min(site.rows, ROWS_BYTES // (4 * columns) + 1)
+    searched = max(8 * SAMPLE * rows, COPIES * 4 * SEARCH_ROWS * columns) if method.folds else 0
+    return sampled + kept + 2 * hessian + 6 * numbers + searched + COPIES * max(ROWS_BYTES, 4 * BLOCK * columns)
 
 
 def _between(graph: LoweredGraph) -> Sequence[int]:

@@ -36,9 +36,9 @@ def test_each_round_of_descent_helps(options: str) -> None:
 
 def test_rows_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = layer(rows=70)
-    whole, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs(Statistics.INPUTS))
+    whole, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs())
     monkeypatch.setattr(awq, "ROWS_BYTES", 16 * 4 * case.weight.shape[1])
-    parts, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs(Statistics.INPUTS))
+    parts, _ = parse_method("awq:group=32").quantize(case.weight, case.inputs())
     assert np.mean(whole.codes == parts.codes) > 0.99  # products of other shapes may differ in a last bit
     assert np.allclose(whole.dequantize(), parts.dequantize(), atol=2 * float(np.abs(whole.scale).max()))
 
