@@ -240,7 +240,7 @@ def compile_model(checkpoint: Checkpoint, config: BuildConfig, progress: Progres
         kv_dtype,
         planned,
         imported,
-        room=room_for(planned, last if kv_cache.is_centred(kv_dtype) else None, config.calibration),
+        room=room_for(planned, last, config.calibration, kv_dtype),
         eagle=eagle,
         cuda=cuda,
     )

@@ -16,7 +16,7 @@ first one, often) have values near zero, which are exact as they are and err as 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, product
@@ -121,7 +121,8 @@ def centre(
         )
         return Centred(graph, {"calibration": None}, {"centred": False})
     tokens = calibration.tokens[:: max(1, len(calibration.tokens) // SAMPLES)][:SAMPLES]
-    feeds_back = kv_dtype == "float8_e4m3" and _has_room(list(graph.kv_slots.values()), progress)
+    size = feedback_bytes(kv_dtype, graph.kv_slots.values())
+    feeds_back = size > 0 and _has_room(size, progress)
     measured = _measure(graph, _spread(tokens, longest), feeds_back, thread_count(), folder, progress)
     views: dict[int, dict[str, View]] = {}
     weights: dict[str, Tensor] = dict(graph.weights)
@@ -140,9 +141,13 @@ def centre(
     )
 
 
-def _has_room(slots: Sequence[KvSlot], progress: Progress) -> bool:
+def feedback_bytes(kv_dtype: str, slots: Iterable[KvSlot]) -> int:
+    """What the feedback of errors takes of a cache of that type; more than FEEDBACK_BYTES: it is left out."""
+    return sum(4 * slot.kv_heads * slot.key_dim**2 for slot in slots) if kv_dtype == "float8_e4m3" else 0
+
+
+def _has_room(size: int, progress: Progress) -> bool:
     """Whether the feedback of errors is within its bound; says so if it is not."""
-    size = sum(4 * slot.kv_heads * slot.key_dim**2 for slot in slots)
     if size > FEEDBACK_BYTES:
         progress.note(
             f"keys are rounded to nearest, without feedback of errors: it would take {size / 1e6:.0f} MB for the "

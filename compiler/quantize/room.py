@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmc.compiler.lower import LoweredGraph
+from llmc.compiler.quantize import kv_cache
 from llmc.compiler.quantize.activations import MEMORY_BYTES
 from llmc.compiler.quantize.coverage import predicted_sizes
 from llmc.compiler.quantize.decisions import Planned
@@ -37,9 +38,14 @@ class Room:
 NO_ROOM = Room()
 
 
-def room_for(planned: Planned | None, measured: LoweredGraph | None, calibration: CalibrationSettings) -> Room:
-    """What it takes to quantize weights, and to measure the keys of a graph: one after the other."""
-    keys = 0 if measured is None else run_bytes(measured, calibration.length)
+def room_for(planned: Planned | None, graph: LoweredGraph, calibration: CalibrationSettings, kv_dtype: str) -> Room:
+    """What it takes to quantize weights, and to measure the keys of a quantized cache: one after the other.
+
+    The feedback of errors of keys is found from twice as much.
+    """
+    feedback = kv_cache.feedback_bytes(kv_dtype, graph.kv_slots.values())
+    feedback = feedback if feedback <= kv_cache.FEEDBACK_BYTES else 0
+    keys = run_bytes(graph, calibration.length) + 3 * feedback if kv_cache.is_centred(kv_dtype) else 0
     if planned is None:
         return Room(0, keys)
     return Room(work_bytes(planned, calibration), max(keys, memory_bytes(planned, calibration)))

@@ -14,7 +14,7 @@ from packed import random_model
 from quantizable import Notes, token_file
 from transformers import Gemma2Config, GptOssConfig, Qwen2Config
 
-from llmc.compiler.api import build_engine
+from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
 from llmc.compiler.inspect_engine import describe
 from llmc.compiler.quantize import locked
@@ -98,15 +98,18 @@ def test_feedback_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     calib = str(token_file(tmp_path / "calib.jsonl", vocabulary=VOCABULARY))
     expected = built(model, tmp_path / "float", "float32")
     plain = error(built(model, tmp_path / "plain", "float8_e4m3"), expected)
+    memory = []
     for bound, fed_back in ((4096, True), (4095, False)):
         monkeypatch.setattr("llmc.compiler.quantize.kv_cache.FEEDBACK_BYTES", bound)
         config = BuildConfig(dtype="float32", kv_dtype="float8_e4m3", calib=calib, calib_length=64)
         notes, engine = Notes(), tmp_path / str(bound)
+        memory.append(compile_model(open_checkpoint(model, config, notes), config, notes).room.memory)
         build_engine(model, engine, config, progress=notes)
         assert any("keys are rounded to nearest" in note for note in notes.notes) is not fed_back
         assert ("kv_cache.1.key_feedback" in describe(load_engine(engine))["weights"]) is fed_back
         assert json.loads((engine / "report.json").read_text())["kv_cache"]["fed_back"] is fed_back
         assert error(logits(engine), expected) < plain
+    assert memory[0] - memory[1] == 3 * 4096
 
 
 def test_a_rebuild_measures_the_same_or_is_refused(tmp_path: Path) -> None:
