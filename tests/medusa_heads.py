@@ -16,7 +16,7 @@ TOKENS = np.random.default_rng(2).permutation(VOCABULARY)[:100].astype(np.int32)
 def write_heads(folder: Path, *, right: bool) -> Path:
     """Heads that leave their input as it is, with output layers of their own, or random ones, which share the model's.
 
-    The first are always right.
+    The first are always right. The others see the model's token, too.
     """
     random, following = np.random.default_rng(0), next_tokens([], VOCABULARY)
     tensors: dict[str, Any] = {}
@@ -26,6 +26,8 @@ def write_heads(folder: Path, *, right: bool) -> Path:
         tensors[f"{head}.0.linear.weight"] = (scale * random.normal(size=(HIDDEN, HIDDEN))).astype(np.float32)
         tensors[f"{head}.0.linear.bias"] = (scale * random.normal(size=HIDDEN)).astype(np.float32)
         ahead = places[ahead]
+        if not right:
+            tensors[f"{head}.token.weight"] = random.normal(size=(HIDDEN, HIDDEN)).astype(np.float32)
         if right:
             tensors[f"{head}.1.weight"] = output = np.empty((VOCABULARY, HIDDEN), np.float32)
             output[ahead] = script_rows()

@@ -13,12 +13,12 @@ import onnx_ir as ir
 from llmc.compiler import weights
 from llmc.compiler.checkpoint import Checkpoint
 from llmc.compiler.eagle.checkpoint import EAGLE_1, EAGLE_3, Eagle, read_eagle
-from llmc.compiler.eagle.lowering import embedding_step, lower_eagle
+from llmc.compiler.eagle.lowering import lower_eagle
 from llmc.compiler.engine_writer import DraftPart, EngineContents, add_part, to_json
 from llmc.compiler.features import HEAD, add_features, usual_layers
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import PackedWeight
-from llmc.compiler.medusa.lowering import describe, output_factors, output_step
+from llmc.compiler.medusa.lowering import describe, embedding_step, output_factors, output_step
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
 from llmc.compiler.quantize.build import predicted

@@ -13,13 +13,13 @@ from llmc.compiler import weights
 from llmc.compiler.eagle.checkpoint import EAGLE_1, Eagle
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
-from llmc.compiler.lowering.values import ONE, Buffer, View
-from llmc.compiler.medusa.lowering import StepBuilder, output_step, with_rounded
+from llmc.compiler.lowering.values import ONE, View
+from llmc.compiler.medusa.lowering import StepBuilder, embedding_step, output_step, with_rounded
 from llmc.compiler.quantize.sites import weight_view
 from llmc.compiler.weights import Array, Cast, Concat, WeightSource
 from llmc.errors import CheckpointError
 from llmc.runtime.eagle import FEATURES, HIDDEN
-from llmc.runtime.plan import Dim, KvSlot, Storage
+from llmc.runtime.plan import Dim, KvSlot
 
 if TYPE_CHECKING:
     from llmc.quantization.base import Method
@@ -101,12 +101,12 @@ class _Layer:
         both = build.buffer("both", TOKENS, 2 * width)
         first, second = (both.narrow(1, Dim(at), Dim(width)) for at in (0, width))
         raw = first if self._first else build.buffer("embedded", TOKENS, width)
-        ids = View(Buffer("input_ids", Storage.BATCH, "int32", TOKENS), (TOKENS,), (ONE,))
+        ids = build.batch("input_ids", TOKENS)
         if shares:
             step = embedding_step(self._model)
             assert step is not None, "it was looked for"
             self._share(step.inputs[1:])
-            build.steps.append(LoweredStep("embedding", (ids, *step.inputs[1:]), (raw,), step.attributes, "eagle"))
+            build.step("embedding", [ids, *step.inputs[1:]], raw, **step.attributes)
         else:
             source = self._source("embed_tokens.weight")
             name, source = "eagle.embed_tokens", source if source.dtype == build.dtype else Cast(source, build.dtype)
@@ -149,8 +149,7 @@ class _Layer:
     def head(self, hidden: View) -> View:
         """Logits [N, tokens of the draft] of some rows."""
         build, width = self.build, self.shape.hidden
-        numbers = View(Buffer("logit_rows", Storage.BATCH, "int32", ROWS), (ROWS,), (ONE,))
-        rows = build.step("gather", (hidden, numbers), build.buffer("picked", ROWS, width))
+        rows = build.step("gather", (hidden, build.batch("logit_rows", ROWS)), build.buffer("picked", ROWS, width))
         if not self._first:
             rows = self._norm(rows, "norm.weight", build.buffer("last", ROWS, width))
         logits = build.buffer("logits", ROWS, self.shape.vocabulary)
@@ -176,7 +175,7 @@ class _Layer:
         build.linear("eagle.self_attn.qkv", x, self._joined(*names), bias, made)
         table = build.weight("eagle.rope_table", Array(self._rope(positions)))
         index, sign = (build.weight(f"eagle.rope_{i}", Array(a)) for i, a in enumerate(_halves(size)))
-        places = View(Buffer("position_ids", Storage.BATCH, "int32", TOKENS), (TOKENS,), (ONE,))
+        places = build.batch("position_ids", TOKENS)
         inputs, at = [], 0
         for name, count in (("q", heads), ("k", keys), ("v", keys)):
             part = made.narrow(1, Dim(at), Dim(count * size)).reshape((TOKENS, Dim(count), Dim(size)))
@@ -232,14 +231,6 @@ class _Layer:
 
     def _joined(self, *names: str) -> WeightSource:
         return Concat(tuple(self._source(f"{name}.weight") for name in names))
-
-
-def embedding_step(model: LoweredGraph) -> LoweredStep | None:
-    """The step that takes the embeddings of the tokens from a table."""
-    for step in model.steps:
-        if step.op == "embedding" and step.inputs[0] is not None and step.inputs[0].buffer.name == "input_ids":
-            return step
-    return None
 
 
 def _halves(size: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

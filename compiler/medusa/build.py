@@ -15,7 +15,13 @@ from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, 
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.medusa.collect import Features, hidden_rows
 from llmc.compiler.medusa.heads import TOKENS, Heads, count_heads, read_heads
-from llmc.compiler.medusa.lowering import describe, lower_heads, output_factors, output_step
+from llmc.compiler.medusa.lowering import (
+    describe,
+    embedding_step,
+    lower_heads,
+    output_factors,
+    output_step,
+)
 from llmc.compiler.medusa.tree import COSTS, RANKS, Cost, choose, given_tree, read_cost, shown, step_cost
 from llmc.compiler.progress import Progress
 from llmc.compiler.quantize import locked
@@ -95,7 +101,9 @@ def open_heads(config: BuildConfig, steps: LoweredGraph, target: str) -> HeadsTo
     last = output_step(steps)
     assert last.inputs[0] is not None, "a product has an input"
     hidden, vocabulary = last.inputs[0].shape[-1].constant, last.outputs[0].shape[-1].constant
-    heads = read_heads(config.medusa, hidden, vocabulary, config.allow_hard_links)
+    table = embedding_step(steps)
+    embedding = None if table is None else table.outputs[0].shape[-1].constant
+    heads = read_heads(config.medusa, hidden, vocabulary, config.allow_hard_links, embedding)
     if section is not None:
         where = f"--locked {config.locked}: medusa"
         tree = strict.load(HeadTree, section.get("tree"), where)
@@ -163,6 +171,7 @@ def add_heads(
         "heads": len(wanted.heads.heads),
         "layers": len(wanted.heads.heads[0].blocks),
         "tied": wanted.heads.is_tied,
+        "sees_token": wanted.heads.sees_token,
         "quantization": describe(method),
         **sizes,
     }
@@ -246,7 +255,7 @@ def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDAr
             rows = np.concatenate(list(hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], length - 1)))
             tokens = np.array(answer, np.int32)
             targets = Features(rows, tokens, np.zeros(len(answer), np.int32)).targets(runner.tree.heads)
-            right = runner.best(rows, RANKS) == targets.T[:, :, None]
+            right = runner.best(rows, tokens, RANKS) == targets.T[:, :, None]
             ranks = np.where(right.any(-1), right.argmax(-1), RANKS).T
             found.append(ranks[(targets >= 0).all(1)])
             progress.advance(1)

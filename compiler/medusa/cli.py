@@ -18,6 +18,13 @@ SHOWN: dict[str, Any] = {"show_default": True}
 @click.option("--heads", type=int, default=3, **SHOWN, help="How many tokens are guessed beyond the next one.")
 @click.option("--layers", type=int, default=1, **SHOWN, help="Residual blocks of a head.")
 @click.option(
+    "--no-token",
+    "token",
+    flag_value=False,
+    default=True,
+    help="Heads that don't see the model's own next token: right less often, but other tools can read them.",
+)
+@click.option(
     "--prompts", type=click.Path(path_type=Path), help="That the model answers: lines, or JSONL. [default: ours]"
 )
 @click.option("--texts", type=int, default=512, **SHOWN, help="Answers that the model writes.")
@@ -26,7 +33,7 @@ SHOWN: dict[str, Any] = {"show_default": True}
 @click.option("--quant", "quantization", default="none", **SHOWN, help="Of the model that writes, as of `llmc build`.")
 @click.option("--epochs", type=int, default=6, **SHOWN, help="How often each token is learnt from.")
 @click.option("--batch", type=int, default=512, **SHOWN, help="Tokens of a step.")
-@click.option("--learning-rate", type=float, default=1e-3, **SHOWN, help="At its highest.")
+@click.option("--learning-rate", type=float, default=2e-3, **SHOWN, help="At its highest.")
 @click.option(
     "--decay", type=float, default=0.8, **SHOWN, help="What each head's loss counts less than the last one's."
 )

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import llmc
 from llmc.compiler import facts
 from llmc.compiler.api import build_engine
@@ -28,7 +31,7 @@ from llmc.compiler.medusa.collect import (
     write_whole,
 )
 from llmc.compiler.medusa.heads import write_heads
-from llmc.compiler.medusa.output_layer import OutputLayer, output_layer
+from llmc.compiler.medusa.output_layer import OutputLayer, embeddings, output_layer
 from llmc.compiler.medusa.settings import STATE, HeadTraining
 from llmc.compiler.progress import Progress
 from llmc.compiler.staging import disk_errors, stage
@@ -87,11 +90,12 @@ def train_medusa(
         folder = target.with_name(f".{target.name}.llmc-train") if work is None else work
         _open_work(folder, _keys(Path(model), settings, allow_hard_links, progress), progress)
         clock = _Clock(folder, settings.minutes)
-        output = _collect(model, settings, folder, clock, threads, allow_hard_links, progress)
+        given = _collect(model, settings, folder, clock, threads, allow_hard_links, progress)
         features = read_pieces(folder)
-        trained = _train(features, output, settings, folder, clock, threads, progress)
+        trained = _train(features, *given, settings, folder, clock, threads, progress)
         blocks = [list(zip(w, b, strict=True)) for w, b in zip(trained.weight, trained.bias, strict=True)]
-        write_heads(staging, blocks, Path(os.path.realpath(model)).name, features.tokens)
+        seen = () if trained.token is None else list(trained.token)
+        write_heads(staging, blocks, Path(os.path.realpath(model)).name, features.tokens, seen)
     if work is None:
         shutil.rmtree(folder)
     return TrainResult(
@@ -107,8 +111,8 @@ def _collect(
     threads: int | None,
     allow_hard_links: bool,
     progress: Progress,
-) -> OutputLayer:
-    """Make texts and features."""
+) -> tuple[OutputLayer, NDArray[np.float32] | None]:
+    """Make texts and features; returns the parts of the model that heads are trained with."""
     engine = folder / "engine"
     if not (engine / manifest.NAME).exists():
         config = BuildConfig(
@@ -125,7 +129,7 @@ def _collect(
         prompts = make_prompts(settings, llm.tokenizer, llm.vocab_size)
         write_pieces(llm, prompts, settings, folder, lambda: clock.share < TEXT_SHARE, clock.save, progress)
         assert llm.engine is not None, "it was loaded"
-        return output_layer(llm.engine)
+        return output_layer(llm.engine), embeddings(llm.engine) if settings.token else None
     finally:
         llm.close()
 
@@ -133,6 +137,7 @@ def _collect(
 def _train(
     features: Features,
     output: OutputLayer,
+    table: NDArray[np.float32] | None,
     settings: HeadTraining,
     folder: Path,
     clock: _Clock,
@@ -150,7 +155,7 @@ def _train(
     def share_of_time() -> float:
         return max(0.0, clock.share - begin) / (1 - begin)
 
-    return train_heads(features, output, settings, folder, share_of_time, clock.save, progress)
+    return train_heads(features, output, table, settings, folder, share_of_time, clock.save, progress)
 
 
 class _Clock:

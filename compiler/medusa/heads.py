@@ -4,9 +4,12 @@
     config.json                      medusa_num_heads, medusa_num_layers
     medusa_lm_head.safetensors       i.l.linear.weight [H, H], i.l.linear.bias [H]: head i, residual block l
                                      i.L.weight [V, H]: its own output layer; heads without one share the model's
+                                     i.token.weight [H, E]: ours, optional: what it makes of the model's own token
 
 A head is x + silu(W x + b) for each of its L blocks, and then the output layer. Head i predicts the token that comes
-i + 1 tokens after the one that the model itself predicts from the same x.
+i + 1 tokens after the one that the model itself predicts from the same x. That token is known when heads are asked, and
+what follows depends on it, so heads may see it: they begin with x + T e then, e being its embedding in the model's
+table (arXiv:2402.05109 lets each head see all tokens before its own, one run after another; these still take one run).
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ WEIGHTS = ("medusa_lm_head.safetensors", "medusa_head.safetensors")
 TOKENS, TOKEN_IDS = "tokens.safetensors", "token_ids"
 PICKLES = ("medusa_lm_head.pt", "medusa_head.pt", "pytorch_model.bin")
 MOST_HEADS, MOST_LAYERS = 16, 16
+TOKEN = "token"
 _Key = tuple[int, int, bool, str]
-_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
+_NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(?:(\d+)\.(?:(linear)\.)?(weight|bias)|token\.weight)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +58,14 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """The blocks of a head, and its own output layer [V, H]; None: that of the model."""
+    """The blocks of a head, and its own output layer [V, H]; None: that of the model.
+
+    ``token``: [H, E], for the embedding of the model's own token; None: it does not see it.
+    """
 
     blocks: tuple[Block, ...]
     output: WeightSource | None
+    token: WeightSource | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +85,35 @@ class Heads:
         """Whether they share the output layer of the model."""
         return self.heads[0].output is None
 
+    @property
+    def sees_token(self) -> bool:
+        """Whether they see the model's own token."""
+        return self.heads[0].token is not None
+
     def nbytes(self, dtype: str, tokens: int | None = None) -> int:
         """Of all weights, if they are not quantized but stored so; ``tokens``: that they choose from, if not all."""
         blocks = [block for head in self.heads for block in head.blocks]
         shapes = [block.weight.shape[:2] for block in blocks]
         outputs = [head.output.shape[:2] for head in self.heads if head.output is not None]
+        if (token := self.heads[0].token) is not None:
+            shapes.append((len(self.heads) * token.shape[0], token.shape[1]))
         if tokens is not None:
             outputs = [(tokens, shapes[0][1])] * max(1, len(outputs))  # those that are tied need one of their own, too
         numbers = sum(math.prod(packing.packed_shape(rows, columns, dtype)) for rows, columns in [*shapes, *outputs])
         return np.dtype(dtype).itemsize * numbers + 4 * sum(block.bias.shape[0] for block in blocks) + 4 * (tokens or 0)
 
 
-def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool = False) -> Heads:
+def read_heads(
+    path: Path, hidden: int, vocabulary: int, allow_hard_links: bool = False, embedding: int | None = None
+) -> Heads:
     """Open a checkpoint of heads for a model with this hidden size and vocabulary. The numbers are read later.
+
+    Args:
+        path: of the folder.
+        hidden: the size H.
+        vocabulary: of the model.
+        allow_hard_links: accept files that have a second name elsewhere.
+        embedding: the size E of the model's embeddings; None: it takes none from a table.
 
     Raises:
         CheckpointError: files are missing or pickles, or tensors are missing, left over or of another size.
@@ -97,9 +121,10 @@ def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool 
     directory = ModelDirectory(path, allow_hard_links)
     name, count, layers = _outline(directory)
     tensors = _Tensors(SafetensorsFile(directory, name), str(path / name), f"{count} heads of {layers} blocks")
-    has_output = [(head, layers, False, "weight") in tensors.left for head in range(count)]
-    if any(has_output) and not all(has_output):
-        raise CheckpointError(f"{path / name}: head {has_output.index(False)} has no output layer, but others have one")
+    sees_token = _same(tensors, [(head, 0, False, TOKEN) for head in range(count)], "sees no token")
+    if sees_token and embedding is None:
+        raise CheckpointError(f"{path / name}: these heads see tokens, but the model has no table of embeddings")
+    has_output = _same(tensors, [(head, layers, False, "weight") for head in range(count)], "has no output layer")
     heads = []
     for head in range(count):
         blocks = tuple(
@@ -109,8 +134,9 @@ def read_heads(path: Path, hidden: int, vocabulary: int, allow_hard_links: bool 
             )
             for layer in range(layers)
         )
-        output = tensors.take((head, layers, False, "weight"), (vocabulary, hidden)) if has_output[0] else None
-        heads.append(Head(blocks, output))
+        output = tensors.take((head, layers, False, "weight"), (vocabulary, hidden)) if has_output else None
+        token = tensors.take((head, 0, False, TOKEN), (hidden, embedding or 0)) if sees_token else None
+        heads.append(Head(blocks, output, token))
     tensors.check_empty()
     frequent = _read_tokens(directory, vocabulary)
     files = {n: {"sha256": directory.sha256(n), "size": directory.size(n)} for n in directory.used}
@@ -132,10 +158,10 @@ class _Tensors:
 
     def __init__(self, file: SafetensorsFile, where: str, sizes: str) -> None:
         self.left: dict[_Key, FileTensor] = {}
-        self._where, self._sizes = where, sizes
+        self.where, self._sizes = where, sizes
         for name in file.header.tensors:
             match = _NAME.fullmatch(name)
-            key = None if match is None else (int(match[1]), int(match[2]), match[3] is not None, match[4])
+            key = None if match is None else _key(match)
             if key is None or key in self.left:
                 raise CheckpointError(
                     f"{where}: tensor {name!r} is none of Medusa heads; expected names as 0.0.linear.weight"
@@ -146,24 +172,40 @@ class _Tensors:
         """One of them."""
         tensor, label = self.left.pop(key, None), _label(key)
         if tensor is None:
-            raise CheckpointError(f"{self._where}: {label} is missing; {CONFIG} names {self._sizes}")
+            raise CheckpointError(f"{self.where}: {label} is missing; {CONFIG} names {self._sizes}")
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{self._where}: {label} has shape {list(tensor.shape)}, expected {list(shape)}; these heads are of a "
+                f"{self.where}: {label} has shape {list(tensor.shape)}, expected {list(shape)}; these heads are of a "
                 "model with another hidden size or vocabulary"
             )
         if tensor.dtype not in ("float32", "float16", "bfloat16"):
-            raise CheckpointError(f"{self._where}: {label} is {tensor.dtype}; expected float32, float16 or bfloat16")
+            raise CheckpointError(f"{self.where}: {label} is {tensor.dtype}; expected float32, float16 or bfloat16")
         return tensor
 
     def check_empty(self) -> None:
         """Refuse what nothing has taken."""
         for key in self.left:
-            raise CheckpointError(f"{self._where}: {_label(key)} is left over; {CONFIG} names {self._sizes}")
+            raise CheckpointError(f"{self.where}: {_label(key)} is left over; {CONFIG} names {self._sizes}")
+
+
+def _key(match: re.Match[str]) -> _Key:
+    if match[2] is None:
+        return int(match[1]), 0, False, TOKEN
+    return int(match[1]), int(match[2]), match[3] is not None, match[4]
+
+
+def _same(tensors: _Tensors, keys: Sequence[_Key], lacks: str) -> bool:
+    """Whether the tensors are there: for all heads, or for none."""
+    there = [key in tensors.left for key in keys]
+    if any(there) and not all(there):
+        raise CheckpointError(f"{tensors.where}: head {there.index(False)} {lacks}, but others do")
+    return all(there)
 
 
 def _label(key: _Key) -> str:
     head, layer, is_block, kind = key
+    if kind == TOKEN:
+        return f"{head}.{TOKEN}.weight"
     return f"{head}.{layer}.{'linear.' if is_block else ''}{kind}"
 
 
@@ -182,7 +224,11 @@ def _file_name(directory: ModelDirectory) -> str:
 
 
 def write_heads(
-    staging: Staging, blocks: Sequence[Sequence[tuple[Any, Any]]], base: str, tokens: NDArray[np.int32]
+    staging: Staging,
+    blocks: Sequence[Sequence[tuple[Any, Any]]],
+    base: str,
+    tokens: NDArray[np.int32],
+    seen: Sequence[Any] = (),
 ) -> None:
     """Write heads that share the model's output layer, as bfloat16.
 
@@ -191,16 +237,18 @@ def write_heads(
         blocks: of each head its (weight, bias) arrays.
         base: what the model is called; no path.
         tokens: what the model wrote.
+        seen: of each head, what it makes of the model's own token [H, E]; (): they see none.
     """
-    seen, counts = np.unique(tokens, return_counts=True)
-    ids = ArrayTensor(TOKEN_IDS, seen[np.argsort(-counts, kind="stable")].astype(np.int32))
+    different, counts = np.unique(tokens, return_counts=True)
+    ids = ArrayTensor(TOKEN_IDS, different[np.argsort(-counts, kind="stable")].astype(np.int32))
     staging.write_stream(TOKENS, safetensors_writer.pieces(safetensors_writer.order([ids])))
-    tensors = []
+    arrays = {f"{head}.{TOKEN}.weight": array for head, array in enumerate(seen)}
     for head, layers in enumerate(blocks):
         for layer, (weight, bias) in enumerate(layers):
-            for kind, array in (("weight", weight), ("bias", bias)):
-                name = f"{head}.{layer}.linear.{kind}"
-                tensors.append(ArrayTensor(name, np.asarray(array, np.float32).astype(ml_dtypes.bfloat16)))
+            arrays |= {f"{head}.{layer}.linear.weight": weight, f"{head}.{layer}.linear.bias": bias}
+    tensors = [
+        ArrayTensor(name, np.asarray(array, np.float32).astype(ml_dtypes.bfloat16)) for name, array in arrays.items()
+    ]
     staging.write_stream(WEIGHTS[0], safetensors_writer.pieces(safetensors_writer.order(tensors)))
     config = {
         "architectures": ["MedusaModel"],

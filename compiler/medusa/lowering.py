@@ -12,13 +12,13 @@ from llmc.compiler import weights
 from llmc.compiler.engine_writer import ArrayTensor
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.lowering.builder import LoweredStep, PackedWeight
-from llmc.compiler.lowering.values import Buffer, View, contiguous
+from llmc.compiler.lowering.values import ONE, Buffer, View, contiguous
 from llmc.compiler.medusa.heads import Heads
 from llmc.compiler.quantize.coverage import Predicted
 from llmc.compiler.quantize.decisions import MIN_NUMBERS, compute_of, method_text, x_group_of
 from llmc.compiler.quantize.replace import CODES, SCALE, ZERO, QuantizedWeight, replace_weights
 from llmc.compiler.quantize.sites import stored_view, weight_view
-from llmc.compiler.weights import Array, Cast, WeightSource
+from llmc.compiler.weights import Array, Cast, Concat, WeightSource
 from llmc.errors import CompileError
 from llmc.plugins import all_ops
 from llmc.plugins.quantized_linear import packing
@@ -79,6 +79,14 @@ def output_step(graph: LoweredGraph) -> LoweredStep:
     raise CompileError("--medusa: the model's logits are not made by a product with a weight, which heads could share")
 
 
+def embedding_step(model: LoweredGraph) -> LoweredStep | None:
+    """The step that takes the embeddings of the tokens from a table."""
+    for step in model.steps:
+        if step.op == "embedding" and step.inputs[0] is not None and step.inputs[0].buffer.name == "input_ids":
+            return step
+    return None
+
+
 def output_factors(graph: LoweredGraph, linears: Linears | None) -> Sequence[float]:
     """What its input is divided by, if that is known; (): nothing."""
     weight = output_step(graph).inputs[1]
@@ -110,14 +118,16 @@ def lower_heads(
     last = output_step(model)
     assert last.inputs[0] is not None, "a product has an input"
     build = StepBuilder(dtype, "medusa")
-    build.add_input(HIDDEN, Dim(rows=1), last.inputs[0].shape[-1].constant)
-    count = len(heads.heads)
-    rows = build.buffer("rows", Dim(rows=count), build.given[0].shape[1].constant)
+    width = last.inputs[0].shape[-1].constant
+    x, count = build.add_input(HIDDEN, Dim(rows=1), width), len(heads.heads)
+    shared: dict[str, Any] = {}
+    begin = _seeing(build, heads, model, x, shared) if heads.sees_token else [x] * count
+    rows = build.buffer("rows", Dim(rows=count), width)
     for number, head in enumerate(heads.heads):
-        _add_head(build, number, [(b.weight, b.bias) for b in head.blocks], _part(rows, number))
+        blocks = [(b.weight, b.bias) for b in head.blocks]
+        _add_head(build, number, begin[number], blocks, _part(rows, number))
     width = last.outputs[0].shape[-1].constant if ids is None else len(ids)
     logits = build.buffer("logits", Dim(rows=count), width)
-    shared: dict[str, Any] = {}
     if heads.is_tied:
         if factors:
             inverse = 1 / np.array(factors, np.float32)
@@ -126,7 +136,8 @@ def lower_heads(
             scaled = build.buffer("scaled", Dim(rows=count), rows.shape[1].constant)
             build.steps.append(LoweredStep("elementwise", (rows, spread), (scaled,), {"function": "mul"}, "medusa"))
             rows = scaled
-        given, shared = _output_layer(last, model, ids)
+        given, tensors = _output_layer(last, model, ids)
+        shared |= tensors
         build.steps.append(LoweredStep(last.op, (rows, *given), (logits,), last.attributes, "medusa"))
     else:
         for number, head in enumerate(heads.heads):
@@ -197,6 +208,11 @@ class StepBuilder:
         self.given.append(self.buffer(name, rows, width))
         return self.given[-1]
 
+    @staticmethod
+    def batch(name: str, count: Dim) -> View:
+        """Numbers that come with each batch."""
+        return View(Buffer(name, Storage.BATCH, "int32", count), (count,), (ONE,))
+
     def buffer(self, name: str, rows: Dim, width: int) -> View:
         """A new [rows, width]."""
         shape = (rows, Dim(width))
@@ -221,9 +237,32 @@ class StepBuilder:
         return self.step("linear", (x, weight_view(self.weights[name]), bias), y)
 
 
-def _add_head(build: StepBuilder, number: int, blocks: Sequence[tuple[WeightSource, WeightSource]], out: View) -> None:
+def _seeing(build: StepBuilder, heads: Heads, model: LoweredGraph, x: View, shared: dict[str, Any]) -> list[View]:
+    """What each head begins with: x, and what it makes of the embedding of the model's own token."""
+    step = embedding_step(model)
+    assert step is not None, "it was looked for"
+    names = [view.buffer.name for view in step.inputs[1:] if view is not None]
+    shared |= {name: model.weights[name] for name in names}
+    sources = [head.token for head in heads.heads if head.token is not None]
+    (width, size), tokens = sources[0].shape, Dim(tokens=1)
+    given = build.buffer("embedded", tokens, size)
+    build.step("embedding", [build.batch("input_ids", tokens), *step.inputs[1:]], given, **step.attributes)
+    numbers = build.batch("logit_rows", Dim(rows=1))
+    rows = build.step("gather", (given, numbers), build.buffer("token", Dim(rows=1), size))
+    made = build.buffer("seen", Dim(rows=1), len(sources) * width)
+    build.linear("medusa.token.weight", rows, Concat(tuple(sources)), None, made)
+    begin = []
+    for number in range(len(sources)):
+        part = made.narrow(1, Dim(number * width), Dim(width))
+        out = build.buffer(f"medusa.{number}.begin", Dim(rows=1), width)
+        begin.append(build.step("elementwise", (x, part), out, function="add"))
+    return begin
+
+
+def _add_head(
+    build: StepBuilder, number: int, x: View, blocks: Sequence[tuple[WeightSource, WeightSource]], out: View
+) -> None:
     """X + silu(W x + b) for each block, the last one into ``out``."""
-    x = build.given[0]
     width = x.shape[1].constant
     for layer, (weight, bias) in enumerate(blocks):
         name = f"medusa.{number}.{layer}"

@@ -1,4 +1,4 @@
-"""The output layer of an engine: the step that makes the logits, and its weight as plain numbers."""
+"""The output layer of an engine and its table of embeddings: the steps, and their weights as plain numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.errors import CompileError
+from llmc.errors import CompileError, UsageError
 from llmc.plugins import all_ops
 from llmc.plugins.linear import packing
 from llmc.plugins.quantized_linear import packing as quantized
@@ -50,28 +50,45 @@ def output_layer(engine: Engine) -> OutputLayer:
         CompileError: as `output_step`.
     """
     step = output_step(engine.plan)
-    given = dict(zip(all_ops()[step.op].inputs, step.inputs, strict=False))
     hidden, vocabulary = _width(engine.plan, step.inputs[0]), _width(engine.plan, step.outputs[0])
+    numbers, factors = _numbers(engine, step, vocabulary, hidden), input_factors(engine, step)
+    return OutputLayer(numbers if factors is None else numbers / factors, _array(engine, step, "bias"))
 
-    def array(name: str) -> NDArray[Any] | None:
-        value = given.get(name)
-        return None if value is None else engine.weights[str(engine.plan.value(value).base)].array
 
-    packed, bias, zero = array("weight"), array("bias?"), array("zero?")
-    assert packed is not None, "a product has a weight"
-    if step.op == "linear":
-        weight = packing.unpack(packed, vocabulary, hidden)
-        weight = weight.view(ml_dtypes.bfloat16) if weight.dtype == np.uint16 else weight
-    else:
-        scale = array("scale")
-        assert scale is not None, "codes have scales"
+def embeddings(engine: Engine) -> NDArray[np.float32]:
+    """The table of embeddings of the tokens, [V, E].
+
+    Raises:
+        UsageError: there is none.
+    """
+    for step in engine.plan.steps:
+        if step.op == "embedding" and step.inputs[0] == "input_ids":
+            width = _width(engine.plan, step.outputs[0])
+            return _numbers(engine, step, engine.manifest.model.vocab_size, width)
+    raise UsageError("the model has no table of embeddings, so that heads can't see its token; use --no-token")
+
+
+def _numbers(engine: Engine, step: Step, rows: int, columns: int) -> NDArray[np.float32]:
+    """The weight of a step, however it is stored."""
+    packed, scale, zero = (_array(engine, step, name) for name in ("weight", "scale", "zero"))
+    assert packed is not None, "it has a weight"
+    if scale is not None:
         scheme: tuple[str, int] = (str(step.attributes["format"]), int(step.attributes["group"]))
-        codes = quantized.unpack(*scheme, packed, vocabulary, hidden)
-        zeros = None if zero is None else quantized.unpack_scales(zero, vocabulary)
-        weight = quantized.dequantize(*scheme, codes, quantized.unpack_scales(scale, vocabulary), zeros)
-    numbers = np.ascontiguousarray(weight, np.float32)
-    factors = input_factors(engine, step)
-    return OutputLayer(numbers if factors is None else numbers / factors, bias)
+        codes = quantized.unpack(*scheme, packed, rows, columns)
+        zeros = None if zero is None else quantized.unpack_scales(zero, rows)
+        weight = quantized.dequantize(*scheme, codes, quantized.unpack_scales(scale, rows), zeros)
+    else:
+        weight = packed if packed.ndim == 2 else packing.unpack(packed, rows, columns)
+        weight = weight.view(ml_dtypes.bfloat16) if weight.dtype == np.uint16 else weight
+    return np.ascontiguousarray(weight, np.float32)
+
+
+def _array(engine: Engine, step: Step, name: str) -> NDArray[Any] | None:
+    op = all_ops()[step.op]
+    for given, value in zip((*op.inputs, *op.stored_inputs), step.inputs, strict=False):
+        if given.strip("?") == name and value is not None:
+            return engine.weights[str(engine.plan.value(value).base)].array
+    return None
 
 
 def _width(plan: Plan, name: str | None) -> int:

@@ -20,6 +20,7 @@ class HeadTraining:
     Attributes:
         heads: how many; head i predicts the token i + 1 places after the model's own prediction.
         layers: residual blocks of a head.
+        token: heads see the model's own token too, of which what follows depends; other tools don't read such heads.
         prompts: a file, as of `llmc eval --prompts`; None: ours.
         texts: how many the model writes.
         length: tokens of a text, with its prompt, at most.
@@ -38,6 +39,7 @@ class HeadTraining:
 
     heads: int = 3
     layers: int = 1
+    token: bool = True
     prompts: Path | None = None
     texts: int = 512
     length: int = 384
@@ -45,7 +47,7 @@ class HeadTraining:
     quantization: str = "none"
     epochs: int = 6
     batch: int = 512
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     decay: float = 0.8
     candidates: int = 8192
     held_out: float = 0.05

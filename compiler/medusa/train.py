@@ -39,10 +39,11 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8
 
 @dataclass
 class Trained:
-    """Weights [K, L, H, H] and biases [K, L, H] of the heads, and what is known of them."""
+    """Weights [K, L, H, H] and biases [K, L, H] of the heads, what they make of tokens [K, H, E], what is known."""
 
     weight: NDArray[np.float32]
     bias: NDArray[np.float32]
+    token: NDArray[np.float32] | None
     steps: int
     loss: float
     accuracy: list[dict[str, float]] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Trained:
 def train_heads(
     features: Features,
     output: OutputLayer,
+    table: NDArray[np.float32] | None,
     settings: HeadTraining,
     folder: Path,
     share_of_time: Callable[[], float],
@@ -63,6 +65,7 @@ def train_heads(
     Args:
         features: texts that the model wrote.
         output: its output layer, which stays as it is.
+        table: the embeddings [V, E] of its tokens, if heads are to see them.
         settings: how.
         folder: where the state is kept.
         share_of_time: the part of the time for training that has passed, 1 at its end; 0 if there is no limit.
@@ -72,12 +75,18 @@ def train_heads(
     Raises:
         CompileError: there is nothing to learn from, or the loss is not finite.
     """
-    return _Training(features, output, settings, folder, progress).run(share_of_time, kept)
+    return _Training(features, output, table, settings, folder, progress).run(share_of_time, kept)
 
 
 class _Training:
     def __init__(
-        self, features: Features, output: OutputLayer, settings: HeadTraining, folder: Path, progress: Progress
+        self,
+        features: Features,
+        output: OutputLayer,
+        table: NDArray[np.float32] | None,
+        settings: HeadTraining,
+        folder: Path,
+        progress: Progress,
     ) -> None:
         self._settings, self._folder, self._progress = settings, folder, progress
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -99,10 +108,15 @@ class _Training:
         self._full_bias = None if output.bias is None else self._put(output.bias)
         self._choose_candidates(targets, len(output.weight))
         hidden = self._rows.shape[1]
-        shape = (settings.heads, settings.layers, hidden)
-        self._weight = torch.zeros(*shape, hidden, device=self._device, requires_grad=True)
-        self._bias = torch.zeros(*shape, device=self._device, requires_grad=True)
-        self._optimizer = torch.optim.AdamW([self._weight, self._bias], betas=BETAS, eps=EPSILON, weight_decay=0.0)
+        self._parameters = {
+            "weight": self._zeros(settings.heads, settings.layers, hidden, hidden),
+            "bias": self._zeros(settings.heads, settings.layers, hidden),
+        }
+        if table is not None:
+            self._tokens, self._root = torch.from_numpy(features.tokens), float(np.sqrt(np.mean(table**2))) or 1.0
+            self._table = self._put(table / self._root)  # of size 1, as rates suit what comes out of norms
+            self._parameters["token"] = self._zeros(settings.heads, hidden, table.shape[1])
+        self._optimizer = torch.optim.AdamW(list(self._parameters.values()), betas=BETAS, eps=EPSILON, weight_decay=0.0)
         self._per_epoch = math.ceil(len(self._learnt) / settings.batch)
         self._total = self._per_epoch * settings.epochs
         self._loss = math.nan
@@ -130,8 +144,13 @@ class _Training:
                 saved = time.monotonic()
         self._save(step)
         progress.step("measuring the heads")
-        weight, bias = (tensor.detach().cpu().numpy() for tensor in (self._weight, self._bias))
-        return Trained(weight, bias, step, self._loss, self._accuracy(EVALUATED_LAST))
+        arrays = {name: tensor.detach().cpu().numpy() for name, tensor in self._parameters.items()}
+        token = np.float32(1 / self._root) * arrays["token"] if "token" in arrays else None
+        accuracy = self._accuracy(EVALUATED_LAST)
+        return Trained(arrays["weight"], arrays["bias"], token, step, self._loss, accuracy)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, device=self._device, requires_grad=True)
 
     def _put(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, self._dtype)
@@ -150,11 +169,15 @@ class _Training:
         self._some = self._full[chosen].contiguous()
         self._some_bias = None if self._full_bias is None else self._full_bias[chosen]
 
-    def _heads(self, rows: Tensor) -> Tensor:
-        """[heads, rows, H]: what each head gives to the output layer."""
+    def _heads(self, index: Tensor) -> Tensor:
+        """[heads, rows, H]: what each head gives to the output layer at these places."""
+        rows, parameters = self._rows[index].to(self._device), self._parameters
         x = rows.float().expand(self._settings.heads, *rows.shape)
+        if "token" in parameters:
+            seen = self._table[self._tokens[index].to(self._device)].float().expand(self._settings.heads, -1, -1)
+            x = torch.baddbmm(x, seen, parameters["token"].transpose(1, 2))
         for layer in range(self._settings.layers):
-            y = torch.baddbmm(self._bias[:, layer, None], x, self._weight[:, layer].transpose(1, 2))
+            y = torch.baddbmm(parameters["bias"][:, layer, None], x, parameters["weight"][:, layer].transpose(1, 2))
             x = x + torch.nn.functional.silu(y)
         return x
 
@@ -164,7 +187,7 @@ class _Training:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         index = torch.from_numpy(chosen)
-        hidden = self._heads(self._rows[index].to(self._device)).flatten(0, 1)
+        hidden = self._heads(index).flatten(0, 1)
         targets = self._numbers[index].T.reshape(-1).to(self._device)
         factors = torch.tensor([settings.decay**i for i in range(settings.heads)], device=self._device)
         weights = factors.repeat_interleave(len(index)) / len(index)
@@ -187,7 +210,7 @@ class _Training:
         hits = np.zeros((self._settings.heads, len(TOP)))
         counts = np.zeros(self._settings.heads)
         for index in held.split(LOSS_ROWS // 4):
-            hidden = self._heads(self._rows[index].to(self._device)).to(self._dtype)
+            hidden = self._heads(index).to(self._dtype)
             for head in range(self._settings.heads):
                 logits = hidden[head] @ self._full.T
                 if self._full_bias is not None:
@@ -201,7 +224,7 @@ class _Training:
 
     def _save(self, step: int) -> None:
         arrays: dict[str, Any] = {"step": np.int64(step), "loss": np.float64(self._loss)}
-        for name, tensor in (("weight", self._weight), ("bias", self._bias)):
+        for name, tensor in self._parameters.items():
             arrays[name] = tensor.detach().cpu().numpy()
             state = self._optimizer.state.get(tensor, {})
             arrays |= {f"{name}.{key}": value.cpu().numpy() for key, value in state.items()}
@@ -212,7 +235,7 @@ class _Training:
         if not path.exists():
             return 0
         with np.load(path, allow_pickle=False) as arrays:
-            for name, tensor in (("weight", self._weight), ("bias", self._bias)):
+            for name, tensor in self._parameters.items():
                 tensor.data.copy_(torch.from_numpy(arrays[name]))
                 keys = [key for key in arrays.files if key.startswith(f"{name}.")]
                 state = {key.removeprefix(f"{name}."): torch.from_numpy(arrays[key]) for key in keys}

@@ -1,4 +1,4 @@
-"""Proposes what Medusa heads guess from the row that gave the last token (arXiv:2401.10774)."""
+"""Proposes what Medusa heads guess from the row that gave the last token, and from that token (arXiv:2401.10774)."""
 
 from __future__ import annotations
 
@@ -37,19 +37,23 @@ class HeadRunner:
         self._executor = make_part(part, model, num_blocks=1, threads=threads, isa=isa)
         self._width = part.plan.value(HIDDEN).shape[1].constant
 
-    def best(self, hidden: NDArray[np.float32], ranks: int) -> NDArray[np.int64]:
-        """The candidates of each head after each row [N, H], best first: [heads, N, ranks]."""
+    def best(self, hidden: NDArray[np.float32], tokens: NDArray[np.int32], ranks: int) -> NDArray[np.int64]:
+        """The candidates of each head after each row [N, H] and the token that it gave [N]: [heads, N, ranks].
+
+        The best come first.
+        """
         if hidden.shape[1] != self._width:
             raise EngineError(f"heads for rows of {self._width} numbers were given {hidden.shape[1]}")
-        parts = [_best(self._run(hidden[i : i + self._most]), ranks) for i in range(0, len(hidden), self._most)]
+        spans = [slice(i, i + self._most) for i in range(0, len(hidden), self._most)]
+        parts = [_best(self._run(hidden[span], tokens[span]), ranks) for span in spans]
         best = np.concatenate(parts, axis=1)
         return best if self._token_ids is None else self._token_ids[best].astype(np.int64)
 
-    def _run(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _run(self, hidden: NDArray[np.float32], tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Logits [heads, N, V]; valid until the next call."""
         rows = len(hidden)
         numbers, zeros = np.arange(rows + 1, dtype=np.int32), np.zeros(rows, np.int32)
-        batch = Batch(zeros, zeros, numbers[:-1], numbers, zeros, zeros[:, None])
+        batch = Batch(tokens, zeros, numbers[:-1], numbers, zeros, zeros[:, None])
         return self._executor.run_on(batch, HIDDEN, hidden).reshape(self.tree.heads, rows, -1)
 
 
@@ -95,7 +99,8 @@ class MedusaProposer(Proposer):
         tree = self._runner.tree
         rows = [query.hidden[-1] for query in queries if query.hidden is not None]
         assert len(rows) == len(queries), "it wants them"
-        best = self._runner.best(np.stack(rows), 1 + max(map(max, tree.paths))).transpose(1, 0, 2)
+        tokens = np.array([query.sequence.tokens[-1] for query in queries], np.int32)
+        best = self._runner.best(np.stack(rows), tokens, 1 + max(map(max, tree.paths))).transpose(1, 0, 2)
         return [grow(tree, found, query.nodes, query.depth) for query, found in zip(queries, best, strict=True)]
 
 

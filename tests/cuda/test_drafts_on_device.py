@@ -145,12 +145,16 @@ def test_heads_compute_what_they_are(engines: Callable[[str], Path], emulated: l
     tensors = load_file(engine.parent / "heads/medusa_lm_head.safetensors")
     head = load_file(engine.parent / "model/model.safetensors")["lm_head.weight"][np.sort(TOKENS[:70])]
     x = np.random.default_rng(2).normal(size=(5, HIDDEN)).astype(np.float32)
-    found = runner._run(x)
+    tokens = np.array([7, 0, 383, 7, 55], np.int32)
+    table = load_file(engine.parent / "model/model.safetensors")["model.embed_tokens.weight"]
+    found = runner._run(x, tokens)
     for number in range(HEADS):
-        y = x @ tensors[f"{number}.0.linear.weight"].T + tensors[f"{number}.0.linear.bias"]
-        assert distance(found[number], (x + y / (1 + np.exp(-y))) @ head.T) < 0.03
-    alone = np.concatenate([runner.best(row[None], 4) for row in x], axis=1)
-    assert np.array_equal(runner.best(np.concatenate([x, x]), 4)[:, 5:], alone)
+        begin = x + table[tokens] @ tensors[f"{number}.token.weight"].T
+        y = begin @ tensors[f"{number}.0.linear.weight"].T + tensors[f"{number}.0.linear.bias"]
+        assert distance(found[number], (begin + y / (1 + np.exp(-y))) @ head.T) < 0.03
+    alone = np.concatenate([runner.best(x[i : i + 1], tokens[i : i + 1], 4) for i in range(5)], axis=1)
+    both = runner.best(np.concatenate([x, x]), np.concatenate([tokens, tokens]), 4)
+    assert np.array_equal(both[:, 5:], alone)
 
 
 def test_rows_are_rounded_to_the_nearest() -> None:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import safetensors_bytes
 from engines import build, small_llama
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from llmc.compiler.api import build_engine, compile_model, open_checkpoint
 from llmc.compiler.config import BuildConfig
@@ -44,21 +45,25 @@ TOKENS = np.random.default_rng(3).permutation(VOCABULARY)[:50].astype(np.int32)
 FEW: dict[str, Any] = {"medusa_vocab": "37"}
 
 
-def write_heads(folder: Path, layers: int, output: bool) -> dict[str, Array]:
+def write_heads(folder: Path, layers: int, output: bool, token: bool = False) -> dict[str, Array]:
     random = np.random.default_rng(layers)
     tensors: dict[str, Array] = {}
     for head in range(HEADS):
         for layer in range(layers):
             tensors[f"{head}.{layer}.linear.weight"] = random.normal(0, 0.2, (HIDDEN, HIDDEN)).astype(np.float32)
             tensors[f"{head}.{layer}.linear.bias"] = random.normal(0, 0.2, HIDDEN).astype(np.float32)
+        if token:
+            tensors[f"{head}.token.weight"] = random.normal(0, 1, (HIDDEN, HIDDEN)).astype(np.float32)
         if output:
             tensors[f"{head}.{layers}.weight"] = random.normal(0, 1, (VOCABULARY, HIDDEN)).astype(np.float32)
     write(folder, tensors, HEADS, layers)
     return tensors
 
 
-def formula(tensors: dict[str, Array], rows: Array, head: int, layers: int, output: Array) -> Array:
+def formula(tensors: dict[str, Array], rows: Array, seen: Array, head: int, layers: int, output: Array) -> Array:
     x = rows
+    if f"{head}.token.weight" in tensors:
+        x = x + seen @ tensors[f"{head}.token.weight"].T
     for layer in range(layers):
         y = x @ tensors[f"{head}.{layer}.linear.weight"].T + tensors[f"{head}.{layer}.linear.bias"]
         x = x + y / (1 + np.exp(-y))
@@ -82,18 +87,32 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("layers", "output", "options", "tolerance"),
+    ("layers", "output", "token", "options", "tolerance"),
     [
-        (1, False, {}, 1e-4),
-        (2, True, FEW, 1e-4),
-        (1, False, {**FEW, "quantization": "awq:bits=8,group=32", "quant_lm_head": True, "compute": "float32"}, 0.02),
+        (1, False, False, {}, 1e-4),
+        (1, False, True, {}, 1e-4),
+        (2, True, True, FEW, 1e-4),
+        (
+            1,
+            False,
+            True,
+            {**FEW, "quantization": "awq:bits=8,group=32", "quant_lm_head": True, "compute": "float32"},
+            0.02,
+        ),
     ],
 )
 def test_logits_are_those_of_the_formula(
-    model: Path, texts: Path, tmp_path: Path, layers: int, output: bool, options: dict[str, Any], tolerance: float
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    layers: int,
+    output: bool,
+    token: bool,
+    options: dict[str, Any],
+    tolerance: float,
 ) -> None:
     """The last one also shares an output layer whose inputs are scaled, and rounds the heads; two choose from few."""
-    tensors = write_heads(tmp_path / "heads", layers, output)
+    tensors = write_heads(tmp_path / "heads", layers, output, token)
     (tmp_path / "heads/tokens.safetensors").write_bytes(safetensors_bytes({"token_ids": TOKENS}))
     calib = {"calib": str(texts), "calib_samples": 4, "calib_length": 40} if "quantization" in options else {}
     ids = np.sort(TOKENS[: int(options["medusa_vocab"])]) if options else np.arange(VOCABULARY)
@@ -102,24 +121,26 @@ def test_logits_are_those_of_the_formula(
     engine = load_engine(tmp_path / "engine")
     runner = HeadRunner(engine, threads=1)
     rows = np.random.default_rng(1).normal(size=(5, HIDDEN)).astype(np.float32)
-    found = runner._run(rows)
+    tokens = np.array([5, 130, 0, 77, 5], np.int32)
+    seen = load_file(model / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)[tokens]
+    found = runner._run(rows, tokens)
     for head in range(HEADS):
         own = tensors[f"{head}.{layers}.weight"] if output else output_layer(engine).weight
-        expected = formula(tensors, rows, head, layers, own)[:, ids]
+        expected = formula(tensors, rows, seen, head, layers, own)[:, ids]
         assert np.abs(found[head] - expected).max() < tolerance * np.abs(expected).max()
-    alone = np.concatenate([runner._run(row[None]).copy() for row in rows], axis=1)
-    assert np.array_equal(alone, runner._run(rows))
-    assert np.array_equal(runner.best(rows, 3)[..., 0], ids[runner._run(rows).argmax(-1)])
+    alone = np.concatenate([runner._run(rows[i : i + 1], tokens[i : i + 1]).copy() for i in range(5)], axis=1)
+    assert np.array_equal(alone, runner._run(rows, tokens))
+    assert np.array_equal(runner.best(rows, tokens, 3)[..., 0], ids[runner._run(rows, tokens).argmax(-1)])
     assert engine.heads is not None
     shared = set(engine.heads.weights) & set(engine.weights)
-    assert bool(shared) is not bool(options)
+    assert bool(shared) is (token or not options)
     report = json.loads((tmp_path / "engine/report.json").read_text())["medusa"]
     assert report["shown"].endswith(f"3 heads of {len(ids)} tokens")
     assert describe(engine)["medusa"] == report["shown"]
 
 
 def test_auto_measures_and_repeats(model: Path, texts: Path, tmp_path: Path) -> None:
-    write_heads(tmp_path / "heads", 1, False)
+    write_heads(tmp_path / "heads", 1, False, True)
     options: dict[str, Any] = {"calib": str(texts), "calib_samples": 4, "calib_length": 40, "max_seq_len": 96}
     config = BuildConfig(medusa=tmp_path / "heads", **options)
     notes: list[str] = []
@@ -187,6 +208,11 @@ def test_what_can_not_be_built_is_refused(model: Path, tmp_path: Path) -> None:
     heads = read_heads(tmp_path / "whole", HIDDEN, VOCABULARY)
     with pytest.raises(UsageError, match=r"--medusa-vocab 51: tokens\.safetensors of the heads has 50 tokens; ask for"):
         _tokens("51", heads, VOCABULARY)
+    write_heads(tmp_path / "seeing", 1, False, True)
+    with pytest.raises(CheckpointError, match="these heads see tokens, but the model has no table of embeddings"):
+        read_heads(tmp_path / "seeing", HIDDEN, VOCABULARY)
+    with pytest.raises(CheckpointError, match=r"0\.token\.weight has shape \[60, 60\], expected \[60, 7\]"):
+        read_heads(tmp_path / "seeing", HIDDEN, VOCABULARY, embedding=7)
     write(tmp_path / "heads", {"0.0.linear.weight": np.zeros((8, 8), np.float32)}, 1)
     with pytest.raises(CheckpointError, match=r"expected \[60, 60\]; these heads are of a model with another"):
         build_engine(model, tmp_path / "engine", BuildConfig(medusa=tmp_path / "heads"))

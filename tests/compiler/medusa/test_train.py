@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from script_models import T0, next_tokens, write_script_model
 
 from llmc.__main__ import cli
@@ -77,6 +78,18 @@ def test_features_are_those_of_the_text(trained: tuple[Path, Any, Path]) -> None
 def test_targets_end_with_their_text() -> None:
     features = Features(np.zeros((5, 1)), np.array([7, 8, 9, 5, 6], np.int32), np.array([0, 0, 0, 1, 1], np.int32))
     assert features.targets(2).tolist() == [[8, 9], [9, -1], [-1, -1], [6, -1], [-1, -1]]
+
+
+def test_heads_that_see_the_token_learn_what_follows_it(model: Path, prompts: Path, tmp_path: Path) -> None:
+    """What a token is followed by depends on nothing else here, so that others have to learn to tell it first."""
+    found = {}
+    for token in (True, False):
+        settings = HeadTraining(**SETTINGS | {"heads": 1, "epochs": 4}, prompts=prompts, token=token)
+        result = train_medusa(model, tmp_path / f"{token}", settings, work=tmp_path / "work", threads=1)
+        names = load_file(tmp_path / f"{token}/medusa_lm_head.safetensors")
+        assert ("0.token.weight" in names) is token
+        found[token] = result.loss
+    assert found[True] < found[False]
 
 
 def test_heads_learn(trained: tuple[Path, Any, Path]) -> None:
@@ -179,12 +192,13 @@ def test_other_heads_from_the_same_texts(
     stamp = (work / "texts-00000.npz").stat().st_mtime_ns
     arguments = ["medusa", "train", model, "-o", tmp_path / "heads", "--prompts", prompts, "--work", work]
     options = {**SETTINGS, "epochs": 1, "heads": 1, "layers": 2, "candidates": 0}
-    given = [text for name, value in options.items() for text in (f"--{name}", value)]
+    given = ["--no-token", *(text for name, value in options.items() for text in (f"--{name}", value))]
     result = CliRunner().invoke(cli, [str(a) for a in (*arguments, *given, "--threads", 1, "--json", "--quiet")])
     assert result.exit_code == 0, result.output
     assert len(json.loads(result.stdout)["accuracy"]) == 1
     assert (work / "texts-00000.npz").stat().st_mtime_ns == stamp
     assert json.loads((tmp_path / "heads/config.json").read_text())["medusa_num_layers"] == 2
+    assert "0.token.weight" not in load_file(tmp_path / "heads/medusa_lm_head.safetensors")
 
 
 def test_what_makes_no_sense_is_refused(model: Path, tmp_path: Path) -> None:
