@@ -25,7 +25,9 @@ SHOWN: dict[str, Any] = {"show_default": True}
     help="Heads that don't see the model's own next token: right less often, but other tools can read them.",
 )
 @click.option(
-    "--prompts", type=click.Path(path_type=Path), help="That the model answers: lines, or JSONL. [default: ours]"
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help="That the model answers: lines, or JSONL. [default: ours and its own]",
 )
 @click.option("--texts", type=int, default=512, **SHOWN, help="Answers that the model writes.")
 @click.option("--length", type=int, default=384, **SHOWN, help="Tokens of a prompt and its answer at most.")

@@ -5,6 +5,7 @@ Both are made by our own runtime, in pieces that are kept in the work folder as 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmc.compiler.evaluation.texts import prompt_ids, read_prompts
+from llmc.compiler.medusa.invent import invent
 from llmc.compiler.medusa.prompts import built_in
 from llmc.compiler.medusa.settings import HeadTraining
 from llmc.compiler.progress import Progress
@@ -25,7 +27,9 @@ from llmc.runtime.batch import Batch, EmbeddingExecutor
 from llmc.runtime.engine import Engine
 from llmc.runtime.llm import LLM
 from llmc.runtime.request import SamplingParams
-from llmc.runtime.tokenizer import Tokenizer
+
+PROMPTS = "prompts.json"
+"""What the work folder calls the prompts that the model wrote."""
 
 AT_ONCE = 64
 """Texts of a piece, which are written side by side."""
@@ -56,27 +60,47 @@ class Features:
         return result
 
 
-def make_prompts(settings: HeadTraining, tokenizer: Tokenizer | None, vocabulary: int) -> list[list[int]]:
+def make_prompts(settings: HeadTraining, llm: LLM, folder: Path, progress: Progress) -> list[list[int]]:
     """The token ids of the prompts, ``settings.texts`` in all; those of a file are repeated if they are too few.
+
+    Without a file they are ours, and for models that chat every second piece is of prompts that the model writes.
 
     Raises:
         UsageError: they don't suit the model, or there is no tokenizer for ours.
     """
-    given = read_prompts(settings.prompts)
+    given, tokenizer, vocabulary = read_prompts(settings.prompts), llm.tokenizer, llm.vocab_size
     if given is not None:
         each = prompt_ids(given.each, tokenizer, vocabulary)
     elif tokenizer is None:
         raise UsageError('the model has no tokenizer; give --prompts, a .jsonl file of {"token_ids": [...]}')
-    else:
+    elif tokenizer.chat_template is None:
         texts = built_in(settings.texts, settings.seed)
-        is_chat = tokenizer.chat_template is not None
-        each = prompt_ids(
-            [({"role": "user", "content": text},) if is_chat else f"{text}\n" for text in texts], tokenizer, vocabulary
-        )
+        each = prompt_ids([f"{text}\n" for text in texts], tokenizer, vocabulary)
+    else:
+        texts = _in_turn(built_in(settings.texts, settings.seed), _invented(settings, llm, folder, progress))
+        chats = [({"role": "user", "content": text},) for text in texts[: settings.texts]]
+        each = prompt_ids(chats, tokenizer, vocabulary)
     long = next((i for i, ids in enumerate(each) if len(ids) + 2 > settings.length), None)
     if long is not None:
         raise UsageError(f"prompt {long + 1} has {len(each[long])} tokens; texts have {settings.length}, use --length")
     return [each[i % len(each)] for i in range(settings.texts)]
+
+
+def _invented(settings: HeadTraining, llm: LLM, folder: Path, progress: Progress) -> list[str]:
+    """Those that the model writes, which are kept."""
+    path = folder / PROMPTS
+    if not path.exists():
+        progress.step("the model writes prompts")
+        texts = invent(llm, settings.texts // 2, settings.length, settings.seed)
+        write_whole(path, lambda file: file.write(json.dumps(texts).encode()))
+    return list(json.loads(path.read_text()))
+
+
+def _in_turn(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """A piece of the first, one of the second, and so on, until the second has ended; then the rest of the first."""
+    pieces = range(0, len(second), AT_ONCE)
+    both = [text for i in pieces for texts in (first, second) for text in texts[i : i + AT_ONCE]]
+    return both + list(first[len(pieces) * AT_ONCE :])
 
 
 def write_pieces(

@@ -126,7 +126,7 @@ def _collect(
     try:
         if not isinstance(llm.executor, EmbeddingExecutor):
             raise UsageError("LLMC_REFERENCE=1 gives no features to train heads on; leave it away")
-        prompts = make_prompts(settings, llm.tokenizer, llm.vocab_size)
+        prompts = make_prompts(settings, llm, folder, progress)
         write_pieces(llm, prompts, settings, folder, lambda: clock.share < TEXT_SHARE, clock.save, progress)
         assert llm.engine is not None, "it was loaded"
         return output_layer(llm.engine), embeddings(llm.engine) if settings.token else None
@@ -186,7 +186,7 @@ def _keys(model: Path, settings: HeadTraining, allow_hard_links: bool, progress:
     prompts = read_prompts(settings.prompts)
     texts = settings.of_texts | {
         "model": hashes,
-        "prompts": None if prompts is None else prompts.sha256,
+        "prompts": "ours and those of the model" if prompts is None else prompts.sha256,
         "versions": facts.versions(),
         "llmc": llmc.__version__,
     }

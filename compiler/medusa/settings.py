@@ -21,7 +21,8 @@ class HeadTraining:
         heads: how many; head i predicts the token i + 1 places after the model's own prediction.
         layers: residual blocks of a head.
         token: heads see the model's own token too, of which what follows depends; other tools don't read such heads.
-        prompts: a file, as of `llmc eval --prompts`; None: ours.
+        prompts: a file, as of `llmc eval --prompts`; None: ours, and with a chat template
+            as many that the model writes itself.
         texts: how many the model writes.
         length: tokens of a text, with its prompt, at most.
         temperature: that the texts are drawn with; 0: greedy.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -208,11 +209,12 @@ def test_what_makes_no_sense_is_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine/file").write_text("")
     with pytest.raises(UsageError, match="holds something else than the work"):
         train_medusa(model, tmp_path / "heads", work=tmp_path / "mine")
+    llm: Any = SimpleNamespace(tokenizer=None, vocab_size=384)
     with pytest.raises(UsageError, match="no tokenizer; give --prompts"):
-        make_prompts(HeadTraining(texts=2, length=8), None, 384)
+        make_prompts(HeadTraining(texts=2, length=8), llm, tmp_path, Progress())
     (tmp_path / "long.jsonl").write_text(json.dumps({"token_ids": [5] * 50}))
     with pytest.raises(UsageError, match="prompt 1 has 50 tokens; texts have 8, use --length"):
-        make_prompts(HeadTraining(texts=2, length=8, prompts=tmp_path / "long.jsonl"), None, 384)
+        make_prompts(HeadTraining(texts=2, length=8, prompts=tmp_path / "long.jsonl"), llm, tmp_path, Progress())
 
 
 def test_our_prompts_differ_and_depend_on_the_seed() -> None:
