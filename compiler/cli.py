@@ -53,7 +53,8 @@ QUALITY = (
     default="auto",
     show_default=True,
     metavar="TREE",
-    help="Guesses that are tried: auto (measured on the calibration text), chain:N, or a .json file of paths.",
+    help="Guesses that are tried: auto (measured on the calibration text; in chats, on prompts of the model "
+    "itself unless a text is named), chain:N, or a .json file of paths.",
 )
 @click.option(
     "--medusa-cost",

@@ -15,6 +15,7 @@ from llmc.compiler.engine_writer import ArrayTensor, DraftPart, EngineContents, 
 from llmc.compiler.lower import LoweredGraph
 from llmc.compiler.medusa.collect import Features, hidden_rows
 from llmc.compiler.medusa.heads import TOKENS, Heads, count_heads, read_heads
+from llmc.compiler.medusa.invent import invent
 from llmc.compiler.medusa.lowering import (
     describe,
     embedding_step,
@@ -29,7 +30,7 @@ from llmc.compiler.quantize.build import describe as describe_text
 from llmc.compiler.staging import Staging
 from llmc.errors import CompileError, UsageError
 from llmc.plugins import kernels
-from llmc.quantization.calibration import Calibration
+from llmc.quantization.calibration import Calibration, CalibrationSettings
 from llmc.runtime import strict
 from llmc.runtime.batch import Batch, EmbeddingExecutor
 from llmc.runtime.heads import PLAN, TOKEN_IDS, TREE, WEIGHTS, HeadTree
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 
 TEXTS, PROMPT, ANSWER = 16, 64, 128
 """What acceptance is measured on: so many windows of the calibration begin so, and are continued greedily."""
+
+CHATS, LENGTH, SEED = 32, 384, 1
+"""Or so many prompts that a model which chats writes itself; heads are trained on those of another seed."""
+
+OWN = "prompts of the model"
+"""What recipe.json calls them."""
 
 VOCABULARY = 8192
 """Tokens that heads choose from, if they know which are frequent: few more would be right, and all take far longer."""
@@ -211,8 +218,7 @@ def _chosen(
     }
     if wanted.tree is not None:
         return section | {"tree": strict.dump(wanted.tree)}
-    calibration = text()
-    ranks = _ranks(engine, calibration.tokens, progress)
+    ranks, measured_on = _ranks(engine, config, text, progress)
     choice = choose(ranks, cost, round(share * step_cost(cost, len(wanted.heads.heads)), 4))
     if choice.speedup <= 1:
         progress.note(
@@ -228,13 +234,15 @@ def _chosen(
     return section | {
         "tree": strict.dump(choice.tree),
         "expected": expected,
-        "calibration": describe_text(calibration, config.calibration),
+        "calibration": measured_on,
         "isa": kernels.best_isa(),
     }
 
 
-def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDArray[np.int64]:
-    """Which candidate of each head was right, [places, heads], in what the engine itself writes."""
+def _ranks(
+    engine: Path, config: BuildConfig, text: Callable[[], Calibration], progress: Progress
+) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Which candidate of each head was right, [places, heads], in what the engine itself writes; and on which texts."""
     from llmc.runtime.speculative.medusa import HeadRunner
 
     llm = LLM(engine, prefix_cache=False)
@@ -244,15 +252,17 @@ def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDAr
             raise UsageError("LLMC_REFERENCE=1 runs no heads; leave it away, or give a tree")
         runner = HeadRunner(llm.engine)
         context = llm.engine.limits.max_seq_len
-        length = max(1, min(PROMPT, windows.shape[1], context // 2))
-        prompts = [list(map(int, window[:length])) for window in windows[:TEXTS]]
+        progress.step("measuring Medusa heads")
+        prompts, measured_on = _prompts(llm, context, config, text)
         progress.step("measuring Medusa heads", len(prompts), "texts")
-        params = SamplingParams(max_tokens=min(ANSWER, context - length), ignore_eos=True)
+        is_chat = measured_on["source"] == OWN
+        params = [SamplingParams(max_tokens=min(ANSWER, context - len(ids)), ignore_eos=not is_chat) for ids in prompts]
         results = llm.generate(prompts, params)
         found = []
         for prompt, result in zip(prompts, results, strict=True):
             answer = list(result.token_ids)
-            rows = np.concatenate(list(hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], length - 1)))
+            parts = hidden_rows(llm.executor, llm.engine, [*prompt, *answer][:-1], len(prompt) - 1)
+            rows = np.concatenate(list(parts))
             tokens = np.array(answer, np.int32)
             targets = Features(rows, tokens, np.zeros(len(answer), np.int32)).targets(runner.tree.heads)
             right = runner.best(rows, tokens, RANKS) == targets.T[:, :, None]
@@ -264,7 +274,24 @@ def _ranks(engine: Path, windows: NDArray[np.int32], progress: Progress) -> NDAr
     places = np.concatenate(found)
     if not len(places):
         raise CompileError("--medusa-tree auto: the engine is too short to try heads; give a tree, such as chain:1")
-    return places
+    return places, measured_on
+
+
+def _prompts(
+    llm: LLM, context: int, config: BuildConfig, text: Callable[[], Calibration]
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """What is answered: what the model expects to be asked, if it chats and no text is named; else the calibration."""
+    tokenizer, length = llm.tokenizer, min(LENGTH, context)
+    unnamed = config.calibration == CalibrationSettings()
+    if unnamed and tokenizer is not None and tokenizer.chat_template is not None:
+        own = invent(llm, CHATS, length, SEED)
+        ids = [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in own]
+        if prompts := [prompt for prompt in ids if len(prompt) + 1 < length]:
+            return prompts, {"source": OWN, "samples": len(prompts), "seed": SEED}
+    calibration = text()
+    windows = calibration.tokens[:TEXTS]
+    begin = max(1, min(PROMPT, windows.shape[1], context // 2))
+    return [list(map(int, window[:begin])) for window in windows], describe_text(calibration, config.calibration)
 
 
 def _measured_cost(engine: Path, progress: Progress) -> Cost:

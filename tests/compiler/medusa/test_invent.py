@@ -7,13 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from llmc.compiler.config import BuildConfig
 from llmc.compiler.medusa import collect
+from llmc.compiler.medusa.build import _prompts
 from llmc.compiler.medusa.collect import make_prompts
 from llmc.compiler.medusa.invent import ROUNDS, invent
 from llmc.compiler.medusa.settings import HeadTraining
 from llmc.compiler.progress import Progress
+from llmc.quantization.calibration import Calibration
 from llmc.runtime.request import SamplingParams
 
 
@@ -65,3 +69,25 @@ def test_every_second_piece_is_the_models_own(tmp_path: Path, monkeypatch: pytes
     asked = len(writer.asked)
     assert [bytes(ids) for ids in make_prompts(settings, writer, tmp_path, Progress())] == texts
     assert len(writer.asked) == asked, "they were kept"
+
+
+def test_heads_are_measured_on_them_unless_a_text_is_named(tmp_path: Path) -> None:
+    writer: Any = Writer(("what?", "stop"), ("x" * 90, "stop"), ("why?", "stop"), ("", "stop"))
+
+    def text() -> Calibration:
+        return Calibration(np.arange(80, dtype=np.int32).reshape(2, 40), "there")
+
+    begin = b"<be kind><user>"
+    prompts, where = _prompts(writer, 60, BuildConfig(medusa=tmp_path), text)
+    assert [bytes(ids) for ids in prompts] == [begin + b"what?<end>", begin + b"why?<end>"]
+    assert where == {"source": "prompts of the model", "samples": 2, "seed": 1}
+    (tmp_path / "text.txt").write_text("a text")
+    for config, name in (
+        (BuildConfig(medusa=tmp_path, calib=str(tmp_path / "text.txt")), "text.txt"),
+        (BuildConfig(medusa=tmp_path, calib_seed=2), "builtin"),
+    ):
+        prompts, where = _prompts(writer, 60, config, text)
+        assert prompts == [list(range(30)), list(range(40, 70))]
+        assert where["source"] == name
+    where = _prompts(writer, 60, BuildConfig(medusa=tmp_path), text)[1]
+    assert where["source"] == "builtin", "it had nothing more to say"
