@@ -12,6 +12,7 @@ missing is zero. csrc/cuda/gemm.cuh multiplies it, gemm_rows.cuh reads single nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ BITS = {"plain": 16, "int4": 4, "int8": 8, "fp8": 8}
 
 FP8_CAPABILITIES = (89, SM_90A, 120, 121)
 """What multiplies E4M3 as it is; others convert to bfloat16."""
+CONVERTED = 80
+"""A capability that E4M3 is converted for. All others take weights that are packed for it, too."""
 
 Array = NDArray[Any]
 
@@ -34,6 +37,11 @@ def step_of(format: str, compute: str, capability: int) -> int:
     """The columns of a step: bytes are multiplied as int8, and as fp8 where the chip can."""
     bytes_wide = compute == "int8" or (compute == "fp8" and capability in FP8_CAPABILITIES)
     return 32 if bytes_wide and format != "plain" else 16
+
+
+def common(capabilities: Iterable[int]) -> int:
+    """What weights for several chips are packed for: E4M3 in steps of 32 only if each of them multiplies it."""
+    return min(capabilities, key=lambda one: (one in FP8_CAPABILITIES, one))
 
 
 @dataclass(frozen=True)

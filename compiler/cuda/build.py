@@ -18,6 +18,7 @@ from llmc.errors import CompileError, LlmcError, UsageError
 from llmc.plugins import cuda_sampling
 from llmc.plugins.cuda import Kernel, capability_of
 from llmc.plugins.cuda import Tensor as DeviceTensor
+from llmc.plugins.cuda_packing import common
 from llmc.plugins.lora import cuda as lora
 from llmc.plugins.paged_attention.cuda import KV_DTYPES
 from llmc.runtime.devices.cuda import targets
@@ -69,8 +70,9 @@ def cuda_model(
         for step in steps.steps:
             launch_maker(step.op)
         packed: dict[Buffer, View] = {}
-        lowered = plan_steps(cuda_form(steps, dtype, min(capabilities), packed), target, limits)
-        forms = [(part, cuda_form(part.graph, dtype, min(capabilities), packed)) for part in parts]
+        pack_for = common(capabilities)
+        lowered = plan_steps(cuda_form(steps, dtype, pack_for, packed), target, limits)
+        forms = [(part, cuda_form(part.graph, dtype, pack_for, packed)) for part in parts]
         plans = [(lowered.plan, limits, KvCacheSpec(kv_dtype, BLOCK_SIZE))]
         for part, form in forms:
             plan = plan_steps(form, target, part.limits).plan

@@ -1,8 +1,9 @@
 """llmc::quantized_linear on a CUDA device: codes become 16-bit numbers, exactly, or are multiplied as bytes.
 
-``compute`` int8 takes mma of bytes, fp8 that of E4M3 where the chip has it (89, 120, 121) and else bfloat16, with x
-rounded to E4M3 all the same. With bfloat16 and float32 an x of 16 bits is multiplied as it is, without rounding; a
-float32 x of ``compute`` float32 takes a slow kernel without tensor cores.
+``compute`` int8 takes mma of bytes, fp8 that of E4M3 where the chip has it (89, 120, 121, sm_90a) and else bfloat16,
+with x rounded to E4M3 all the same; an engine for several chips multiplies E4M3 as bfloat16 on each if one has to. With
+bfloat16 and float32 an x of 16 bits is multiplied as it is, without rounding; a float32 x of ``compute`` float32 takes
+a slow kernel without tensor cores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from llmc.errors import KernelError
 from llmc.plugins.cuda import Call, Launch, Tensor
 from llmc.plugins.cuda_gemm import Weight, product
+from llmc.plugins.cuda_packing import CONVERTED
 from llmc.plugins.quantized_linear import cuda_packing
 
 
@@ -50,8 +52,12 @@ def weight_of(
     """
     format, compute = str(attributes["format"]), str(attributes["compute"])
     group, x_group = int(attributes["group"]), int(attributes["x_group"])
-    layout = cuda_packing.layout(format, group, compute, x_group, rows, columns, capability)
+    own, converted = (
+        cuda_packing.layout(format, group, compute, x_group, rows, columns, number)
+        for number in (capability, CONVERTED)
+    )
     lead = int(experts)
+    layout = converted if weight.shape[lead:] == converted.shape else own
     if weight.shape[lead:] != layout.shape:
         raise KernelError(
             f"{format} weights of {rows} x {columns} computed as {compute} are {list(layout.shape)} for CUDA, not "

@@ -98,6 +98,22 @@ def check_on_cuda(
     return found, answers
 
 
+def check_variant(compiled: Compiled, folder: Path, ids: dict[str, list[int]], far: float, **options: Any) -> Engine:
+    """Builds a model for the CPU and for CUDA, holds the logits of the two against each other, and gives the latter.
+
+    Logits are no farther than ``far`` from those of the CPU, and have the same bits for any packing of rows.
+    """
+    cpu = build_again(compiled, folder / "cpu", **{**options, "target": "cpu"})
+    cuda = build_again(compiled, folder / "cuda", **options)
+    with gpu_for(cuda):
+        whole, expected = step_on_both(cuda, cpu, ids)
+        mixed = packed_logits(cuda, ids, MIXED)
+    for key, logits in whole.items():
+        assert distance(logits, expected[key]) < far
+        assert np.array_equal(mixed[key], logits[: len(mixed[key])])
+    return cuda
+
+
 def step_on_both(
     cuda: Engine, cpu: Engine, tokens: dict[str, list[int]]
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, NDArray[np.float32]]]:

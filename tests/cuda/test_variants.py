@@ -1,14 +1,12 @@
 """Quantized weights, float16 and each type of KV cache on CUDA: the numbers of the same engine on the CPU."""
 
 from collections.abc import Callable
-from functools import cache
+from pathlib import Path
 
-import numpy as np
 import pytest
 from configs import CONFIGS
-from cuda_models import FAR, build_again, distance, gpu_for, packed_logits, step_on_both
-from packed import MIXED, random_ids
-from quantizable import compiled, save_model
+from cuda_models import FAR, build_again, check_variant
+from packed import random_ids
 
 from llmc.compiler.api import Compiled
 from llmc.errors import UsageError
@@ -36,34 +34,15 @@ FARTHER = {"llama-w8a8": 0.08, "mixtral-w8a8": 0.08, "llama-fp8": 0.15, "deepsee
 """What is allowed where bfloat16 may round inputs, or what a cache keeps, to other codes."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compiled]:
-    """Each model is traced once."""
-    return cache(lambda name: compiled(save_model(name, tmp_path_factory.mktemp(name)), max_seq_len=256))
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_as_on_the_cpu(
-    variant: str, models: Callable[[str], Compiled], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_as_on_the_cpu(variant: str, models: Callable[[str], Compiled], tmp_path: Path) -> None:
     name, options = VARIANTS[variant]
-    folder = tmp_path_factory.mktemp(variant)
-    cpu, cuda = (
-        build_again(models(name), folder / target, target=target, **options) for target in ("cpu", "cuda:sm_90")
-    )
-    tokens = {key: x[0].tolist() for key, x in random_ids(CONFIGS[name].make(), a=29, b=21).items()}
-    with gpu_for(cuda):
-        whole, expected = step_on_both(cuda, cpu, tokens)
-        mixed = packed_logits(cuda, tokens, MIXED)
-    for key, logits in whole.items():
-        assert distance(logits, expected[key]) < FARTHER.get(variant, FAR)
-        assert np.array_equal(mixed[key], logits[: len(mixed[key])])
+    ids = {key: x[0].tolist() for key, x in random_ids(CONFIGS[name].make(), a=29, b=21).items()}
+    check_variant(models(name), tmp_path, ids, FARTHER.get(variant, FAR), **options)
 
 
-def test_keys_of_four_bits_are_refused(
-    models: Callable[[str], Compiled], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_keys_of_four_bits_are_refused(models: Callable[[str], Compiled], tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"--kv-dtype int4: --target cuda:sm_90 has bfloat16, float16, float8_e4m3, int8"
     ):
-        build_again(models("llama"), tmp_path_factory.mktemp("int4") / "engine", kv_dtype="int4")
+        build_again(models("llama"), tmp_path / "engine", kv_dtype="int4")

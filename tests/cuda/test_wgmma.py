@@ -17,6 +17,7 @@ from test_products import run as run_on_sm_90
 from llmc.compiler.cuda.nvrtc import compile_kernels
 from llmc.plugins import Sample, cuda_wgmma
 from llmc.plugins.cuda import SM_90A
+from llmc.plugins.cuda_packing import common
 from llmc.plugins.linear import cuda_packing as linear_packing
 from llmc.plugins.quantized_linear.reference import random_weight
 
@@ -30,6 +31,7 @@ FORMATS = [
     ("int4", 0, "int8", "", "IGMMA"),
     ("int8", 0, "int8", "", "IGMMA"),
     ("fp8", 0, "fp8", "", "QGMMA"),
+    ("fp8", 0, "fp8", "", "HGMMA"),  # packed for sm_90 too
 ]
 
 
@@ -64,7 +66,8 @@ def example(form: tuple[Any, ...], shape: tuple[int, int], rng: np.random.Genera
         weight = (rng.standard_normal(shape, np.float32) / 40).astype(BFLOAT16)
         return "linear", {}, [linear_packing.pack(weight), None]
     attributes = {"format": format, "group": group, "compute": compute, "x_group": 0}
-    packed = packed_codes(*random_weight(rng, *shape, format, group, zeros), attributes, SM_90A)
+    packed_for = common([90, SM_90A]) if form[-1] == "HGMMA" else SM_90A
+    packed = packed_codes(*random_weight(rng, *shape, format, group, zeros), attributes, packed_for)
     return "quantized_linear", attributes, [*packed, None, None]
 
 
@@ -85,11 +88,21 @@ def test_rows_have_the_same_bits_in_any_number(form: tuple[Any, ...], outer: int
         np.testing.assert_array_equal(alone.view(np.uint16), together[begin : begin + rows].view(np.uint16))
 
 
-@pytest.mark.parametrize(("form", "rows"), [(FORMATS[0], 3), (FORMATS[1], 20), (FORMATS[5], 35), (FORMATS[6], 5)])
-def test_ptx_gives_the_bits_of_the_emulator(form: tuple[Any, ...], rows: int) -> None:
+PTX = [
+    # form, rows, dtype of x: all tiles and types, so all that gpu_hopper.cuh has
+    (FORMATS[0], 3, BFLOAT16),
+    (FORMATS[1], 20, BFLOAT16),
+    (FORMATS[2], 20, np.float16),
+    (FORMATS[5], 35, BFLOAT16),
+    (FORMATS[6], 5, BFLOAT16),
+]
+
+
+@pytest.mark.parametrize(("form", "rows", "dtype"), PTX)
+def test_ptx_gives_the_bits_of_the_emulator(form: tuple[Any, ...], rows: int, dtype: Any) -> None:
     rng = np.random.default_rng(rows)
     op, attributes, weight = example(form, (70, 150), rng)
-    x = rng.standard_normal((rows, 150), np.float32).astype(BFLOAT16)
+    x = rng.standard_normal((rows, 150), np.float32).astype(dtype)
     found, other = (
         run([x, *weight], (rows, 70), attributes, op, device)
         for device in (Emulator("plain"), Interpreter("compute_90a"))

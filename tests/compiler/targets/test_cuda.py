@@ -14,6 +14,8 @@ from llmc.compiler.lowering.values import Buffer, View, contiguous, dims, produc
 from llmc.compiler.targets.base import all_targets, find_target
 from llmc.compiler.weights import Array
 from llmc.errors import UsageError
+from llmc.plugins.cuda import SM_90A
+from llmc.plugins.cuda_packing import common
 from llmc.runtime.plan import Storage
 
 
@@ -26,6 +28,14 @@ def test_each_architecture_is_a_target() -> None:
 def test_one_engine_may_be_for_several() -> None:
     target = find_target("cuda:sm_80,sm_90")
     assert (target.name, target.device, target.alignment) == ("cuda:sm_80,sm_90", "cuda", 256)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "packed_for"),
+    [([80, 89], 80), ([90, SM_90A], 90), ([89, 100], 100), ([89, 120], 89), ([SM_90A], SM_90A)],
+)
+def test_weights_for_several_are_packed_for_the_one_that_knows_least(capabilities: list[int], packed_for: int) -> None:
+    assert common(capabilities) == packed_for
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:", "cuda:sm_70", "cuda:sm_90,sm_90", "cuda:sm_90,", "tpu"])
