@@ -283,11 +283,11 @@ void multiply_block(const Product& p, std::int64_t row, std::int64_t panel, std:
   }
 }
 
-// Calls run with the number of rows, at most kPassRows, as a constant.
-template <int R = 1, class Run>
+// Calls run with the number of rows, at most kMost, as a constant.
+template <int kMost = kPassRows, int R = 1, class Run>
 void with_rows(std::int64_t rows, const Run& run) {
-  if constexpr (R < kPassRows) {
-    if (rows > R) return with_rows<R + 1>(rows, run);
+  if constexpr (R < kMost) {
+    if (rows > R) return with_rows<kMost, R + 1>(rows, run);
   }
   run(std::integral_constant<int, R>());
 }

@@ -108,23 +108,36 @@ LLMC_INLINE std::int32_t round_codes(const UnitScale& scale, const float* x, std
   return static_cast<std::int32_t>(reduce_add(to_float(sum)));  // exact: at most 512 * 128
 }
 
+// Writes all lines, and what belongs to them.
 template <Format F>
 void prepare_int8(const QuantizedPanels& w, const float* x, std::byte* out, const RowMemory& memory, std::int64_t r) {
-  float *factor = memory.factor + r, *total = memory.sum + r;
+  float *factors = memory.factor + r, *totals = memory.sum + r;
   UnitScale scale{};
-  for (std::int64_t b = 0; b < w.blocks; ++b, factor += memory.pitch, total += memory.pitch) {
+  // First the scales of all units, so that the processor has several of these chains of operations under way at once
+  // (one thread, 128 columns in each unit: rows took 1.2 to 1.3 times as long in one loop). Multipliers wait in sums.
+  for (std::int64_t b = 0; b < w.blocks; ++b) {
     const Block& block = w.block[b];
     if (block.unit != 0) scale = unit_scale(w, x + block.column, block.unit, 127.0f);
-    std::byte* to = out + block.line * line_columns(F) / 4 * kQuadBytes<F>;
+    factors[b * memory.pitch] = scale.factor;
+    totals[b * memory.pitch] = scale.multiplier;
+  }
+  for (std::int64_t b = 0; b < w.blocks; ++b) {
+    const Block& block = w.block[b];
+    float* total = totals + b * memory.pitch;
+    scale.factor = factors[b * memory.pitch];
+    scale.multiplier = *total;
+    constexpr std::int64_t kLine = line_columns(F) / 4 * kQuadBytes<F>;
+    std::byte* to = out + block.line * kLine;
     alignas(64) std::int8_t codes[kQuadBytes<F> == 4 ? 1 : kBlockColumns + 16];
     auto* bytes = kQuadBytes<F> == 4 ? reinterpret_cast<std::int8_t*>(to) : codes;
     std::int32_t sum = 0;
     if (scale.finite()) {
-      sum = scale.divide ? round_codes<true>(scale, x + block.column, block.columns, bytes)
-                         : round_codes<false>(scale, x + block.column, block.columns, bytes);
+      sum = w.x_scale != nullptr ? round_codes<true>(scale, x + block.column, block.columns, bytes)
+                                 : round_codes<false>(scale, x + block.column, block.columns, bytes);
       if constexpr (kQuadBytes<F> != 4) spread_codes(codes, block.lines * line_columns(F), to);
+    } else {
+      std::memset(to, 0, static_cast<std::size_t>(block.lines * kLine));
     }
-    *factor = scale.factor;
     const std::int32_t start = -sum * (F == Format::int8 ? 128 : 8);
     *total = static_cast<float>(sum);
     if (w.zero_kind == Zero::middle) std::memcpy(total, &start, 4);
@@ -174,7 +187,10 @@ inline void prepare_float32(const QuantizedPanels& w, const float* x, std::byte*
 // Writes row r of x in the form for these weights.
 inline void prepare_row(const QuantizedPanels& w, const float* x, const RowMemory& memory, std::int64_t r) {
   std::byte* out = memory.data + r * memory.stride;
-  std::memset(out, 0, static_cast<std::size_t>(codes_bytes(w)));
+  const std::int64_t bytes = codes_bytes(w);
+  // prepare_int8() writes the rest itself.
+  const std::int64_t written = w.how.compute == Compute::int8 ? w.padded_columns() * column_bytes(w.how) : 0;
+  std::memset(out + written, 0, static_cast<std::size_t>(bytes - written));
   switch (w.how.compute) {
     case Compute::int8:
       return w.how.format == Format::int8 ? prepare_int8<Format::int8>(w, x, out, memory, r)

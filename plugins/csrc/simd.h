@@ -19,7 +19,7 @@
 
 #define LLMC_INLINE inline __attribute__((always_inline))
 // Loops over accumulators have to be unrolled before anything else, or GCC keeps copies of them in memory.
-#define LLMC_UNROLL _Pragma("GCC unroll 8")
+#define LLMC_UNROLL _Pragma("GCC unroll 16")
 
 namespace llmc {
 
