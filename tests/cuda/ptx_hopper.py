@@ -84,6 +84,8 @@ class Hopper:
     def _wgmma(self: Any, one: Instruction, fields: list[str], mask: np.ndarray) -> None:
         warps = self.warps(mask, str(one))
         if fields[1] != "mma_async":  # a fence, a commit, a wait
+            if fields[1] == "wait_group" and one.args != ("0",):
+                raise PtxError(f"unknown instruction: {one}")
             return
         if warps.size % 4 or (warps.reshape(-1, 4) // 4 != warps[::4, None] // 4).any():
             raise PtxError(f"part of a warpgroup at {one}")
