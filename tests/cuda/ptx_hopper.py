@@ -1,7 +1,7 @@
 """What the PTX interpreter makes of sm_90a: barriers that count bytes, bulk copies, products of warpgroups.
 
-Copies and products happen at once; that nobody looks too early is the emulator's business. Written from the PTX manual,
-not from the emulator.
+Copies happen at once; that nobody looks too early is the emulator's business. Sums of products come with the wait.
+Written from the PTX manual, not from the emulator.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ class Hopper:
 
     def __init__(self) -> None:
         self.barriers: dict[tuple[int, int], Barrier] = {}
+        self.unread: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # sums of products until they are waited for
         self.stalled = np.zeros(self.threads, bool)  # by a wait that has failed, until a phase ends
 
     def _barrier(self: Any, thread: int, addresses: np.ndarray) -> Barrier:
@@ -86,6 +87,10 @@ class Hopper:
         if fields[1] != "mma_async":  # a fence, a commit, a wait
             if fields[1] == "wait_group" and one.args != ("0",):
                 raise PtxError(f"unknown instruction: {one}")
+            if fields[1] == "wait_group":
+                for register, (sums, there) in self.unread.items():
+                    self.write(register, sums, there & mask)
+                    there &= ~mask
             return
         if warps.size % 4 or (warps.reshape(-1, 4) // 4 != warps[::4, None] // 4).any():
             raise PtxError(f"part of a warpgroup at {one}")
@@ -105,16 +110,25 @@ class Hopper:
         right = np.stack([self._operand(warp, int(o[0]), columns) for warp, o in zip(warps, operands, strict=True)])
         right = right.view(dtype).astype(np.float64)
         add = self.predicate(one.args[3]).reshape(-1, WARP)[warps][:, :, None]
-        old = np.stack([self.value(r, number).reshape(-1, WARP)[warps] for r in d], -1)
+        old = np.stack([self._sums(r, number).reshape(-1, WARP)[warps] for r in d], -1)
         sums, i = np.zeros((len(warps), 16, columns), number), np.arange(columns // 2)
         rows, places = g[:, None] + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * t[:, None] + i % 2
         sums[:, rows, places] = np.where(add, old, number(0))
         for k in range(inner):
             sums += (left[:, :, k, None] * right[:, None, :, k]).astype(number)
         for j, register in enumerate(d):
-            result = np.zeros((self.threads // WARP, WARP), number)
-            result[warps] = sums[:, rows[:, j], places[:, j]]
-            self.write(register, result.reshape(-1), mask)
+            result, there = self.unread.setdefault(register, (np.zeros(self.threads, number), np.zeros_like(mask)))
+            result.reshape(-1, WARP)[warps] = sums[:, rows[:, j], places[:, j]]
+            there |= mask
+            self.write(register, np.full(self.threads, -(1 << 30), number), mask)
+
+    def _sums(self: Any, register: str, number: Any) -> np.ndarray:
+        """What a product adds to: what the one before will leave in the register, if nobody has waited for it."""
+        value: np.ndarray = self.value(register, number)
+        if register not in self.unread:
+            return value
+        sums, there = self.unread[register]
+        return np.where(there, sums, value)
 
     def _operand(self: Any, warp: int, descriptor: int, columns: int) -> np.ndarray:
         """[columns, 32] bytes of a K-major matrix in the 128-byte swizzle, by its descriptor."""
