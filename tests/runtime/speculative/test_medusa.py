@@ -19,7 +19,7 @@ from llmc.compiler.config import BuildConfig
 from llmc.errors import EngineError, UsageError
 from llmc.runtime.engine import Weight, load_engine
 from llmc.runtime.heads import TOKEN_IDS, HeadTree, read_heads
-from llmc.runtime.speculative.medusa import MedusaProposer, grow
+from llmc.runtime.speculative.medusa import FEW, MedusaProposer, _best, grow
 from llmc.runtime.speculative.opening import Speculation
 
 PROMPTS = [[3], [10, 11, 12], [200] * 20, [383]]
@@ -75,6 +75,16 @@ def test_trees_are_cut_to_what_there_is_room_for() -> None:
     assert (whole.tokens, whole.parents) == ((5, 9, 7, 8), (-1, 0, -1, 2))
     assert grow(tree, candidates, 9, 1).tokens == (5, 7)
     assert grow(tree, candidates, 3, 2).tokens == (5, 9, 7)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, FEW, FEW + 1, 40, 50])
+def test_the_best_come_first_and_the_lower_id_of_equals(ranks: int) -> None:
+    logits = np.random.default_rng(ranks).permutation(2 * 3 * 40).reshape(2, 3, 40).astype(np.float32)
+    logits[1, 2, [7, 11]] = 1000
+    before = logits.copy()
+    found = _best(logits, ranks)
+    assert np.array_equal(found, np.argsort(-logits, axis=-1, kind="stable")[..., :ranks])
+    assert np.array_equal(logits, before)
 
 
 def test_nodes_are_worth_what_was_measured_of_them_or_of_their_heads() -> None:
