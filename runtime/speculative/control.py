@@ -170,7 +170,7 @@ class Controller:
         """
         tried = self._shape.sums[min(nodes, len(self._shape.gains))] if self._shape.gains else min(accepted + 1, depth)
         known = self._known[sequence]
-        for of, memory in ((known, MEMORY), (self._all, MEMORY_OF_ALL)):
+        for of, memory in ((known, self._shape.memory), (self._all, MEMORY_OF_ALL)):
             of.first.add(accepted, tried, memory)
             if self._shape.pairs and accepted < tried:  # what was not tried for long is forgotten, and tried again
                 of.second.add(bool(second), second is not None, memory)
